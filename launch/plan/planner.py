@@ -31,6 +31,7 @@ from launch.plan.costs import (
     simulate,
     steady_seconds_per_step,
 )
+from launch.plan.disk import disk_use
 from launch.plan.footprint import (
     FRAGMENTATION,
     GIB,
@@ -266,6 +267,7 @@ class Planner:
                 sender_gigabytes=round(sent_by_one(recipe, self.engine_model_bytes) / 1e9, 3),
                 **replicas,
             ),
+            disk=disk_use(self.config, recipe, assumed, self.engine_model_bytes),
             step=dict(
                 schedule=str(self.schedule),
                 seconds=round(steady_seconds_per_step(self.schedule, timed), 2),

@@ -105,6 +105,17 @@ def render(plan: Mapping[str, Any]) -> RenderableType:
         f"{step['learner_waits']:.0%}",
     )
 
+    disk = plan["disk"]
+    grows = f"{disk['steps']:,} steps × ({disk['batch_gigabytes']:.2g} GB of a batch"
+    grows += f" + {disk['logprobs_gigabytes']:.2g} of the learner's log-probabilities)"
+    said = f"{disk['all_terabytes']:.3g} TB: {grows} + checkpoints, policies {disk['fixed_terabytes']:.2g} TB"
+    if disk["logprobs_kept"] < disk["steps"]:
+        said += (
+            f"; by run.keep_batches and run.keep_logprobs {disk['terabytes']:.3g} TB at the most, with "
+            f"{disk['batches_kept']:,} batches and log-probabilities of {disk['logprobs_kept']:,}"
+        )
+    run.add_row("disk", said)
+
     schedules = _table("The same phases under other schedules, simulated", "schedule", "s a step", "largest lag", "")
     for row in plan["schedules"]:
         mark = "this recipe" if row["recipe"] else ""
