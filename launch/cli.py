@@ -240,7 +240,7 @@ def plan(
     and fragmentation are assumed. **Layouts**: all that use the learner's GPUs, each with the least recomputation that
     fits, ranked by seconds a step; for the others, what they lack. **Seconds**: a roofline over assumed speeds, put
     through a simulation of the recipe's schedule. They are guesses until you replace the assumptions by what you
-    measured; counts and static memory are not.
+    measured; counts and static memory are not. **Disk**: the whole run's, and by run.keep_batches and keep_logprobs.
 
     Exits 0 whether the recipe fits or not: read `fits` and `reasons` of --json, or the first lines.
 
