@@ -226,6 +226,20 @@ MUTATIONS = (
         (f"{UNIT}/pipeline/rollout/test_collector_curriculum.py",),
     ),
     Mutation(
+        "the last commit of a stage does not wait for the evaluation of its version",
+        "pipeline/rollout/collector.py",
+        'self.schedule.kind == "staged" and self.schedule.publishes_after(index):',
+        "not self.schedule.publishes_after(index):",
+        (f"{UNIT}/pipeline/rollout/test_collector_evaluations.py",),
+    ),
+    Mutation(
+        "an evaluation is answered by a version older than the one at which it was due",
+        "pipeline/rollout/collector.py",
+        "allowed=lambda answered: answered >= version,",
+        "allowed=lambda answered: True,",
+        (f"{UNIT}/pipeline/rollout/test_collector_evaluations.py",),
+    ),
+    Mutation(
         "a batch that is made again leaves none of its groups to the others of its hole",
         "pipeline/rollout/batch_builder.py",
         "self._kept_back = self._further * wanted",

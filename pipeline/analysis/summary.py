@@ -246,7 +246,7 @@ def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
 LEARNER_PHASES = ("wait", "logprobs", "update", "publish", "record", "save")
 """In order within a step."""
 COLLECTOR_PHASES = ("generate", "hold", "evaluate", "commit")
-"""In order. `hold` waits until the batch before it is committed; `evaluate` also waits for the version to evaluate."""
+"""In order. `hold` waits until the batch before it is committed; `evaluate`, where a commit waits for it."""
 WINDOW_STEPS = 20
 """Steps that judge the bottleneck, plus some to whole stages: they hold a checkpoint and follow a change."""
 CLOSE = 0.1

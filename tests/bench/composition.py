@@ -1,11 +1,14 @@
 """`python -m tests.bench.composition`: the real collector on a virtual clock, with one answer in twenty that is thirty
 times as long. For each composition of batches, print the throughput of engines beside that without long answers.
 
-Engines have SLOTS slots; a slot makes a token a second. The learner takes .8 of the time in which engines make a batch.
+Engines have SLOTS slots; a slot makes a token a second. The learner takes LEARNER of the time in which engines make a
+batch.
     throughput   the share of the slots' time in which they made tokens, over that without long answers
     lengths      the mean length of answers in the first half of the batches, over that of as many answers as were asked
     p            the least of SEEDS values of Kolmogorov's and Smirnov's test on the same two
     alarms       the share of seeds with an alarm of the run's own watch (pipeline.rollout.bias)
+Then, without long answers, what evaluations cost that take the engines as long as a batch, every EVERY steps:
+    learner_idle without and with them, and how much longer a step is, for learners as slow as `learner` says
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from tests.support.collecting import build, new_run
 
 PROMPTS, SLOTS, STEPS, LAG = 16, 4, 60, 4
 LONG_SHARE, TIMES_AS_LONG, LEARNER, SEEDS = 0.05, 30, 0.8, 20
+EVERY, NEVER, FEW = 10, 1000, 3
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Fleet:
     long_share: float
     seed: int
     slots: int
+    evaluation_s: float
     spans: list[tuple[float, int]] = field(default_factory=list)
     """When each answer was begun, and its length."""
 
@@ -56,6 +62,7 @@ class Fleet:
 
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         if sampling.max_new_tokens == 1:  # of the evaluation
+            await asyncio.sleep(self.evaluation_s)
             answer = Completion.given([3], [-0.5])
             return [replace(answer, versions=np.full(1, self.run.published_version(), np.int32))] * num_samples
         draw = random.Random(f"{self.seed} {prompt}")
@@ -79,6 +86,8 @@ class Seen:
     busy: float
     learner_idle: float
     """Share of the time after the first batch in which the learner waited."""
+    seconds: float
+    """From the first batch to the last step."""
     p_value: float
     length_ratio: float
     discarded: int
@@ -97,8 +106,10 @@ def play(
     prompts: int = PROMPTS,
     slots: int = SLOTS,
     steps: int = STEPS,
+    learner: float = LEARNER,
+    every: int = NEVER,
 ) -> Seen:
-    """Collect `steps` batches on a virtual clock."""
+    """Collect `steps` batches on a virtual clock; version 0 is evaluated already."""
     world = World(Plan(seed=seed))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         run = new_run(Path(folder))
@@ -111,17 +122,19 @@ def play(
             group_size=1,
             concurrent_prompts=slots,
             max_prompt_tokens=1000,
-            evaluate_every=1000,
-            evaluation_prompts=1,
+            evaluate_every=every,
+            evaluation_prompts=prompts,
+            evaluation_samples=1,
             evaluation_sampling=Sampling(max_new_tokens=1),
             poll_s=2.0,
             window=window,
             wait_deadline_s=1e9,
         )
-        fleet = Fleet(run, long_share, seed, slots)
+        fleet = Fleet(run, long_share, seed, slots, evaluation_s=0.0 if every == NEVER else 20.0)
         collector = replace(collector, engines=fleet)  # type: ignore[arg-type]
+        collector._evaluated.add(0)
         mean = 20 * (1 + long_share * (TIMES_AS_LONG - 1))
-        step_s, trained_s, ended = LEARNER * mean * prompts / slots, [0.0], [0.0, 0.0]
+        step_s, trained_s, ended = learner * mean * prompts / slots, [0.0], [0.0, 0.0]
 
         async def learn() -> None:
             for step in range(steps):
@@ -149,6 +162,7 @@ def play(
     return Seen(
         busy=fleet.busy,
         learner_idle=1.0 - trained_s[0] / (ended[1] - ended[0]),
+        seconds=ended[1] - ended[0],
         p_value=float(stats.ks_2samp(half, asked[: len(half)], method="asymp").pvalue),
         length_ratio=float(np.mean(half) / np.mean(asked[: len(half)])),
         discarded=len(asked) - len(trained),
@@ -173,6 +187,17 @@ def main() -> None:
             alarms=np.mean([bool(one.alarms) for one in seen]),
         )
         print(json.dumps(dict(composition=name) | {key: round(float(value), 3) for key, value in figures.items()}))
+    for lag, learner in product((1, LAG), (LEARNER, 1.0, 1 / LEARNER)):
+        without, beside = (
+            [play(0.0, lag, 0.0, seed, learner=learner, every=every) for seed in range(FEW)] for every in (NEVER, EVERY)
+        )
+        figures = dict(
+            without=np.mean([one.learner_idle for one in without]),
+            learner_idle=np.mean([one.learner_idle for one in beside]),
+            longer=np.mean([one.seconds for one in beside]) / np.mean([one.seconds for one in without]) - 1.0,
+        )
+        told = dict(lag=lag, learner=learner) | {key: round(float(value), 3) for key, value in figures.items()}
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
