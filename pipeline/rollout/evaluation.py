@@ -48,7 +48,9 @@ def evaluate(answers: Sequence[Sequence[Sample]], solved_at: float = SOLVED_REWA
 def answered_by(answers: Sequence[Sequence[Sample]], due: int) -> dict[str, Any]:
     """Return `version`: `due` where that version made all tokens. Otherwise it is the version of the median token, and
     `due` and `answered`, [[version, response tokens], …] ascending, are there too."""
-    versions = np.concatenate([np.zeros(0, np.int32), *(one.completion.versions for each in answers for one in each)])
+    samples = [sample for each in answers for sample in each]
+    rows = [*(sample.completion for sample in samples), *(row.completion for one in samples for row in one.branches)]
+    versions = np.concatenate([np.zeros(0, np.int32), *(row.versions for row in rows)])
     if (versions == due).all():
         return dict(version=due)
     counts = [

@@ -62,7 +62,8 @@ class Fleet:
 
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         if sampling.max_new_tokens == 1:  # of the evaluation
-            await asyncio.sleep(self.evaluation_s)
+            if self.evaluation_s:
+                await asyncio.sleep(self.evaluation_s)
             answer = Completion.given([3], [-0.5])
             return [replace(answer, versions=np.full(1, self.run.published_version(), np.int32))] * num_samples
         draw = random.Random(f"{self.seed} {prompt}")
@@ -109,7 +110,7 @@ def play(
     learner: float = LEARNER,
     every: int = NEVER,
 ) -> Seen:
-    """Collect `steps` batches on a virtual clock; version 0 is evaluated already."""
+    """Collect `steps` batches on a virtual clock. Where evaluations take time, version 0 is evaluated already."""
     world = World(Plan(seed=seed))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         run = new_run(Path(folder))
@@ -123,8 +124,7 @@ def play(
             concurrent_prompts=slots,
             max_prompt_tokens=1000,
             evaluate_every=every,
-            evaluation_prompts=prompts,
-            evaluation_samples=1,
+            evaluation_prompts=1 if every == NEVER else prompts,
             evaluation_sampling=Sampling(max_new_tokens=1),
             poll_s=2.0,
             window=window,
@@ -132,7 +132,7 @@ def play(
         )
         fleet = Fleet(run, long_share, seed, slots, evaluation_s=0.0 if every == NEVER else 20.0)
         collector = replace(collector, engines=fleet)  # type: ignore[arg-type]
-        collector._evaluated.add(0)
+        collector._evaluated |= set() if every == NEVER else {0}
         mean = 20 * (1 + long_share * (TIMES_AS_LONG - 1))
         step_s, trained_s, ended = learner * mean * prompts / slots, [0.0], [0.0, 0.0]
 
