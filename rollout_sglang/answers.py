@@ -163,7 +163,14 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         generated_s=float(responses.generated_s[0]),
         experts=_routes(sample, responses.versions, asked),
         kept=responses.kept,
+        retractions=_retractions(meta, keeps_kv=asked.keeps_kv),
     )
+
+
+def _retractions(meta: MetaInfo, *, keeps_kv: bool) -> int:
+    """Return the retractions for lack of memory: all but those by which the request was paused for new weights."""
+    paused = 0 if keeps_kv else len(meta.weight_versions or [None]) - 1
+    return max(0, (meta.num_retractions or 0) - paused)
 
 
 def _shape_fault(sample: Generated, asked: Asked) -> str | None:

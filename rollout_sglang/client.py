@@ -30,6 +30,7 @@ from pipeline.errors import (
     RecipeError,
     RetryableError,
 )
+from pipeline.ports.load import EngineLoad
 from pipeline.ports.weights import ProcessGroupSpec, TensorSpec
 from precision.formats.audit import Held
 from precision.settings import problem_of
@@ -59,6 +60,7 @@ from rollout_sglang.protocol import (
     Checksums,
     Dialect,
     Generated,
+    Loads,
     ModelInfo,
     ServerInfo,
     Tokenized,
@@ -237,6 +239,18 @@ class EngineClient:
         deadline_s = self._control_deadline_s if deadline_s is None else deadline_s
         answer = await self._transport.glance("/model_info", deadline_s=deadline_s)
         return _parse(TypeAdapter(ModelInfo), answer)
+
+    async def load(self, deadline_s: float) -> EngineLoad:
+        """Return what the server has to do, as of its last step. Even a busy engine answers at once."""
+        answer = await self._transport.glance("/v1/loads", deadline_s=deadline_s)
+        ranks = _parse(TypeAdapter(Loads), answer).loads
+        return EngineLoad(
+            running=sum(rank.num_running_reqs for rank in ranks),
+            waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            live_tokens=sum(rank.num_used_tokens for rank in ranks),
+            kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
+            kv_use=max((rank.token_usage for rank in ranks), default=0.0),
+        )
 
     async def health(self, deadline_s: float = LOOK_DEADLINE_S) -> bool:
         """Return whether the server says that it is well. It does not sample to answer: a busy server answers too."""

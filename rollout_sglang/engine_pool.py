@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from pipeline.data.membership import Listed, Member, Membership
 from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
+from pipeline.ports.load import EngineLoad, InFlight
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import ASLEEP, UNKNOWN_ENGINE, UNVERIFIED, Workers, claimed_version
 from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S, Transport
@@ -51,6 +52,8 @@ class EngineState:
     """Why it is quarantined."""
     since: float | None = None
     """When it was quarantined, in seconds since 1970."""
+    load: EngineLoad | None = None
+    """At the last look; None where it does not tell."""
 
 
 @dataclass
@@ -104,6 +107,10 @@ class PooledEngine:
     """Failed resyncs in a row."""
     try_at: float = 0.0
     answers: AnswerRecord = field(default_factory=AnswerRecord)
+    load: EngineLoad | None = None
+    """At the last look of a fleet that is monitored; None where it does not tell."""
+    calls_then: int = 0
+    """Its calls at that look."""
     asleep: bool = False
     """Whether it had given its memory to the learner at the last look."""
     is_believed: bool = field(init=False)
@@ -150,6 +157,8 @@ class EnginePool:
         self.router_is_suspect = False
         self.direct_until = 0.0
         """Until then, by time.monotonic, engines are asked directly."""
+        self.in_flight: InFlight | None = None
+        """What is told the load of the admitted engines; None: nothing asks for it."""
 
     @property
     def engines(self) -> list[PooledEngine]:
@@ -232,9 +241,12 @@ class EnginePool:
         engine.served, engine.failures, engine.answered = version, 0, time.monotonic()
         engine.is_believed = True
         await self._tell_router(engine, admitted=True)
+        if self.in_flight is not None and engine.load is None:
+            await weigh(engine)
         if engine.quarantined is not None:
             engine.quarantined = None
             self._on_change("admitted", engine=engine.index, url=engine.url, version=version)
+            self.report_loads()
 
     async def quarantine(self, engine: PooledEngine, reason: str) -> None:
         """Let the engine have no more requests. Requests in flight go on: see `abandon`."""
@@ -242,12 +254,43 @@ class EnginePool:
         await self._tell_router(engine, admitted=False)
 
     def _set_aside(self, engine: PooledEngine, reason: str) -> None:
-        if engine.quarantined is None:
+        was_admitted = engine.quarantined is None
+        if was_admitted:
             engine.since = time.time()
         if engine.quarantined != reason:
             engine.quarantined = reason
             self._on_change("quarantined", engine=engine.index, url=engine.url, reason=reason)
-        engine.served = None
+        engine.served = engine.load = None
+        if was_admitted:
+            self.report_loads()
+
+    def report_loads(self) -> None:
+        """Tell whoever asks for prompts how much the admitted engines have to do."""
+        if self.in_flight is not None:
+            self.in_flight.observe([engine.load for engine in self.admitted])
+
+    def has_work(self, engine: PooledEngine) -> bool:
+        """Return whether the engine's load is worth a look: somebody asks for it, and it may have requests."""
+        if self.in_flight is None or engine.quarantined is not None:
+            return False
+        load = engine.load
+        return bool(engine.calls or self.router_calls or load is None or load.running or load.waiting)
+
+    def least_busy(self, doubted: Collection[PooledEngine]) -> PooledEngine:
+        """Return the admitted engine with the fewest live tokens, `doubted` ones last. Calls since the last look count
+        as many tokens as a call had then; where an engine does not tell its load, all calls count alike."""
+        admitted = self.admitted
+        loads = [engine.load for engine in admitted]
+        calls = sum(engine.calls_then for engine in admitted)
+        tokens = 0 if None in loads else sum(load.live_tokens for load in loads if load is not None)
+        call_tokens = tokens / calls if tokens and calls else 1.0
+
+        def burden(engine: PooledEngine) -> float:
+            if not tokens or engine.load is None:
+                return len(engine.calls)
+            return engine.load.live_tokens + (len(engine.calls) - engine.calls_then) * call_tokens
+
+        return min(admitted, key=lambda engine: (engine in doubted, burden(engine)))
 
     async def answered_badly(self, engine: PooledEngine | None, reason: str) -> None:
         """Count an invalid answer or an error of the engine, or of the router for None. After too many, quarantine the
@@ -379,6 +422,16 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
     claimed, engine.asleep = claimed_version(name), name == ASLEEP
     engine.served = None if name.startswith(UNVERIFIED) else claimed
     return engine.served, claimed
+
+
+async def weigh(engine: PooledEngine) -> None:
+    """Look how much an engine has to do. What it does not answer in time remains as it was."""
+    try:
+        engine.load, engine.calls_then = await engine.client.load(LOOK_DEADLINE_S), len(engine.calls)
+    except RetryableError:
+        return
+    except FatalError:  # a server without this route
+        engine.load = None
 
 
 async def serves(engine: PooledEngine, oldest_allowed: int | None) -> bool:

@@ -46,10 +46,21 @@ from pipeline.errors import (
     RetryableError,
     SupersededError,
 )
+from pipeline.ports.load import InFlight
 from pipeline.ports.weights import ComingCheck, WeightCheck
 from pipeline.spans import Stopwatch
 from precision.text import one_line
-from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, all_of, look, serves, summarize
+from rollout_sglang.engine_pool import (
+    EnginePool,
+    EngineState,
+    OnChange,
+    PooledEngine,
+    all_of,
+    look,
+    serves,
+    summarize,
+    weigh,
+)
 from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
 from rollout_sglang.weights.replica import replica_name
@@ -96,7 +107,8 @@ class Fleet:
         states = []
         for one in self._pool.engines:
             why, since = one.quarantined, one.since if one.quarantined is not None else None
-            states.append(EngineState(one.index, one.url, one.served, why is not None, len(one.calls), why, since))
+            known = one.index, one.url, one.served, why is not None, len(one.calls), why, since, one.load
+            states.append(EngineState(*known))
         return tuple(states)
 
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
@@ -134,6 +146,8 @@ class Fleet:
                     await self._pool.answered_badly(asked, str(error))
                 else:
                     await self._pool.mark_suspect(asked, str(error), self._oldest_allowed)
+                    if self._pool.in_flight is not None and self._pool.in_flight.is_overdrawn:
+                        raise  # the others have enough to do: the prompt waits for its turn
             except FatalError as error:
                 failures.append(str(error))
                 if asked is None:  # another server may have its address: ask the engine directly
@@ -210,15 +224,19 @@ class Fleet:
         await self._share_resync()
 
     @asynccontextmanager
-    async def monitored(self, published: Callable[[], tuple[int, Path]]) -> AsyncIterator[None]:
+    async def monitored(
+        self, published: Callable[[], tuple[int, Path]], in_flight: InFlight | None = None
+    ) -> AsyncIterator[None]:
         """Notice within seconds, while the block runs, that engines come, move, fail or come back. `published` returns
-        the published version and its folder. The next `generate` raises an error that ended the monitor, such as
-        SupersededError for a later start of this role."""
+        the published version and its folder; `in_flight` is told how much the engines have to do. The next `generate`
+        raises an error that ended the monitor, such as SupersededError for a later start of this role."""
 
         async def resync(engines: Sequence[PooledEngine]) -> None:
             self._aim_at(await asyncio.to_thread(Target.read, *published(), self._target))
             await self._resync_engines(engines)
 
+        self._pool.in_flight = in_flight
+        self._pool.report_loads()
         monitor = Monitor(self._pool, self._updates, resync, lambda: published()[0])
         task = self._monitor = asyncio.create_task(monitor.run())
         try:
@@ -260,14 +278,14 @@ class Fleet:
         return completions
 
     async def _admitted_engine(self, ends: float, doubted: Collection[PooledEngine] = ()) -> PooledEngine:
-        """Return the least busy admitted engine, `doubted` ones last. Raises EngineUnavailableError at time `ends`."""
+        """Return EnginePool.least_busy, once an engine is admitted. Raises EngineUnavailableError at time `ends`."""
         while True:
             if self._monitor is not None and self._monitor.done():
                 self._monitor.result()
             if not self._pool.admitted and self._monitor is None:
                 await self._share_resync()
-            if admitted := self._pool.admitted:
-                return min(admitted, key=lambda engine: (engine in doubted, len(engine.calls)))
+            if self._pool.admitted:
+                return self._pool.least_busy(doubted)
             self._pool.check_refusals()
             if time.monotonic() > ends:
                 quarantined = self._pool.quarantined[:3]
@@ -538,7 +556,9 @@ class Monitor:
             settled = settled[0], max(await asyncio.to_thread(self._published), settled[1] or 0)
         engines = self._pool.engines
         began = time.monotonic()
-        await asyncio.gather(*(look(engine) for engine in engines if not engine.member.silent))
+        asked = [engine for engine in engines if not engine.member.silent]
+        await asyncio.gather(*map(look, asked), *(weigh(engine) for engine in asked if self._pool.has_work(engine)))
+        self._pool.report_loads()
         wrong = dict[PooledEngine, str]()
         if settled is not None and self._updates.newest() == settled[0]:
             seen = [e for e in engines if e.answered >= began and e.served != settled[1] and not e.asleep]

@@ -97,6 +97,22 @@ class ModelInfo(Answer):
     weight_version: str
 
 
+class RankLoad(Answer):
+    """What one data-parallel rank of an engine has to do."""
+
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+    num_used_tokens: Count
+    max_total_num_tokens: Count
+    token_usage: Annotated[float, Field(ge=0.0)]
+
+
+class Loads(Answer):
+    """GET /v1/loads; every supported version has it, with and without --enable-metrics."""
+
+    loads: tuple[RankLoad, ...]
+
+
 class Tokenized(Answer):
     """POST /tokenize."""
 

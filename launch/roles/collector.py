@@ -68,6 +68,7 @@ def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> Collect
         sampling=build_sampling(recipe),
         # A prompt's answers are one request, but each turn of an episode is one.
         concurrent_prompts=rollout.concurrent_prompts * (1 if recipe.episode is None else rollout.group_size),
+        engines=len(rollout.urls) or rollout.engines,
         max_prompt_tokens=rollout.context_tokens - rollout.max_new_tokens,
         evaluate_every=evaluation.every,
         evaluation_prompts=evaluation.prompts,
@@ -137,8 +138,9 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
                     stop=stop,
                 )
                 if metrics is not None:
-                    metrics.fleet, metrics.waiting = fleet.state, lambda: collector.num_waiting
-                async with fleet.monitored(lambda: (version := run.published_version(), run.policy_directory(version))):
+                    metrics.fleet, metrics.slots = fleet.state, collector.slots
+                published = run.published_version
+                async with fleet.monitored(lambda: (published(), run.policy_directory(published())), collector.slots):
                     spare_collections()
                     finished = await collector.collect()
     finally:

@@ -31,6 +31,7 @@ from pipeline.data.epochs import Role, epoch_folder, first_start_after
 from pipeline.data.event_log import EventKind, LogName, Observer, newest_line
 from pipeline.data.run_directory import RunDirectory, numbered_files
 from pipeline.errors import EvenKeelError, PortInUseError, StoreError
+from pipeline.rollout.slots import Slots
 from precision.mismatch.alarms import RULES, alarms
 from rollout_sglang.engine_pool import EngineState
 
@@ -166,7 +167,18 @@ METRICS: tuple[MetricName, ...] = (
         ("engine",),
     ),
     MetricName("evenkeel_interrupted_samples_total", COLLECTOR, "Samples that were told to give their answer."),
+    MetricName(
+        "evenkeel_retractions_total",
+        COLLECTOR,
+        "How often samples lost their keys and values to others and were prefilled again; updates of weights apart.",
+    ),
     MetricName("evenkeel_waiting_prompts", COLLECTOR, "Prompts that wait for a free place at the engines."),
+    MetricName("evenkeel_prompts_in_flight", COLLECTOR, "Prompts at the engines."),
+    MetricName(
+        "evenkeel_concurrent_prompts",
+        COLLECTOR,
+        "Prompts that may be at the engines now: as many as their keys and values have room for.",
+    ),
     MetricName("evenkeel_pass_at_1_ratio", COLLECTOR, "Held-out pass@1 of the newest evaluation."),
     MetricName("evenkeel_evaluated_version", COLLECTOR, "Version of the newest evaluation."),
     MetricName("evenkeel_engines", COLLECTOR, "Engines that the run has now."),
@@ -176,6 +188,8 @@ METRICS: tuple[MetricName, ...] = (
         "evenkeel_engine_served_version", COLLECTOR, "Version that the engine was verified to hold.", ("engine",)
     ),
     MetricName("evenkeel_engine_in_flight_requests", COLLECTOR, "Requests that the engine works on.", ("engine",)),
+    MetricName("evenkeel_engine_kv_use_ratio", COLLECTOR, "Share of its keys and values in use.", ("engine",)),
+    MetricName("evenkeel_engine_live_tokens", COLLECTOR, "Tokens whose keys and values it holds.", ("engine",)),
     MetricName("evenkeel_published_version", ALL, "Version that the engines are to serve (policy/PUBLISHED)."),
     MetricName("evenkeel_run_directory_free_bytes", WATCHERS, "Free space of the run directory's file system."),
     MetricName("evenkeel_run_directory_size_bytes", WATCHERS, "Size of the run directory's file system."),
@@ -221,8 +235,8 @@ class RunMetrics:
         self.registry = CollectorRegistry()
         self.fleet: Callable[[], Sequence[EngineState]] | None = None
         """Function that returns a collector's engines, called at each scrape in another thread."""
-        self.waiting: Callable[[], int] | None = None
-        """Function that returns the number of a collector's waiting prompts, called likewise."""
+        self.slots: Slots | None = None
+        """A collector's slots, read likewise."""
         self._run_dir, self._fatal = run_dir, run_dir / "logs" / "fatal"
         self._lock = threading.Lock()
         self._old_notes = set(self._fatal.glob("*.json"))
@@ -285,6 +299,7 @@ class RunMetrics:
                     self._show("evenkeel_last_batch_timestamp_seconds", line.get("time"))
                     self._show("evenkeel_samples_total", line.get("samples"))
                     self._show("evenkeel_interrupted_samples_total", line.get("interrupted"))
+                    self._show("evenkeel_retractions_total", line.get("retractions"))
                     for field, reason in LEFT_OUT.items():
                         self._show("evenkeel_groups_left_out_total", line.get(field), reason=reason)
                     self._show("evenkeel_collect_phase_seconds", line.get("seconds"))
@@ -318,8 +333,10 @@ class RunMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics that are looked up at each scrape, for prometheus_client's registry."""
-        if self.waiting is not None:
-            yield self._family("evenkeel_waiting_prompts", [((), self.waiting())])
+        if self.slots is not None:
+            yield self._family("evenkeel_waiting_prompts", [((), self.slots.num_waiting)])
+            yield self._family("evenkeel_prompts_in_flight", [((), self.slots.held)])
+            yield self._family("evenkeel_concurrent_prompts", [((), self.slots.number)])
         if self.fleet is not None:
             engines = self.fleet()
             label = {engine: (str(engine.index),) for engine in engines}
@@ -328,6 +345,9 @@ class RunMetrics:
             yield self._family("evenkeel_engine_quarantined", [(label[one], float(one.quarantined)) for one in engines])
             yield self._family("evenkeel_engine_served_version", [(label[one], one.version) for one in engines])
             yield self._family("evenkeel_engine_in_flight_requests", [(label[one], one.in_flight) for one in engines])
+            loads = [(label[one], one.load) for one in engines if one.load is not None]
+            yield self._family("evenkeel_engine_kv_use_ratio", [(name, load.kv_use) for name, load in loads])
+            yield self._family("evenkeel_engine_live_tokens", [(name, load.live_tokens) for name, load in loads])
         published = [*numbered_files(self._run_dir / "policy" / "PUBLISHED", "")]
         yield self._family("evenkeel_published_version", [((), float(published[-1]) if published else None)])
         if self.role not in WATCHERS:

@@ -249,7 +249,11 @@ class RolloutSection(Section):
         "learner sends it to the same ones. Where they cannot know any more, the learner's own routers choose.",
     )
     context_tokens: PositiveInt = Field(4096, description="Longest prompt + response that an engine accepts.")
-    concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
+    concurrent_prompts: PositiveInt = Field(
+        64,
+        description="The most prompts under way at once over all engines; each gets its share at most. Fewer where an "
+        "engine's keys and values are full: more are asked while under 80 % is in use, fewer from 95 % on.",
+    )
     composition: Literal["fifo", "window", "ready"] = Field(
         "fifo",
         description="Which groups make up a batch. fifo: those that were asked for it; it waits for the slowest. "

@@ -241,6 +241,8 @@ class Completion:
     """[tokens] natural log, of a teacher at temperature 1; None without a teacher."""
     kinds: NDArray[np.uint8] | None = None
     """[tokens] the TokenKind of each token of a row of an episode; None: a sample of one turn."""
+    retractions: int = 0
+    """How often it lost its keys and values to other requests, and was prefilled again."""
 
     distinct_versions: tuple[int, ...] = field(init=False)
     """The distinct `versions`, ascending; computed once."""
@@ -280,6 +282,7 @@ class Completion:
             engine=answers[-1].engine,
             queued_s=sum(part.queued_s for part in answers),
             generated_s=sum(part.generated_s for part in answers),
+            retractions=sum(part.retractions for part in answers),
             kept=None if any(answer.kept is None for answer in answers) else KeptSets.joined(kept),
             experts=RoutedExperts.joined([*(piece[: len(piece) - 1] for piece in pieces[:-1]), pieces[-1]])
             if len(pieces) == len(answers)

@@ -71,12 +71,11 @@ from pipeline.rollout.evaluation import answered_by, by_source, evaluate, kept_r
 from pipeline.rollout.group_sampler import (
     GroupSampler,
     Interruption,
-    Priority,
-    PrioritySemaphore,
     TeacherScores,
     distance_from_teacher,
     gather_or_cancel,
 )
+from pipeline.rollout.slots import Priority, Slots
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -97,6 +96,7 @@ class CollectorSettings:
     group_size: int
     sampling: Sampling
     concurrent_prompts: int
+    """The most prompts under way at once."""
     max_prompt_tokens: int
     evaluate_every: int
     evaluation_prompts: int
@@ -105,6 +105,8 @@ class CollectorSettings:
     wait_deadline_s: float
     """Longest wait for an answer or a publish; the collector ends after it, and the supervisor restarts it."""
     recipe_sha256: str
+    engines: int = 1
+    """Engines that share `concurrent_prompts`."""
     interruption: Interruption | None = None
     max_refills: int = 0
     """Dynamic sampling, or a filter: how often `prompts_per_batch` further groups may be asked for a batch."""
@@ -144,6 +146,7 @@ class Collector:
     """Schedule.decided_lags as of a version's publish; None where no controller decides lags."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to end in order: no more prompts are asked, and those in flight are asked again at the next start."""
+    slots: Slots = field(init=False)
     _sampler: GroupSampler = field(init=False)
     _solved: SolvedPromptFilter = field(init=False)
     _allocator: Allocator = field(init=False)
@@ -167,10 +170,11 @@ class Collector:
     """The highest reward of each batch so far; None once a sample was solved, or the log says that none was."""
 
     def __post_init__(self) -> None:
-        say = noted_in(self.event_log.event)
+        say, settings = noted_in(self.event_log.event), self.settings
+        self.slots = Slots(settings.concurrent_prompts, engines=settings.engines)
         self._sampler = GroupSampler(
             engines=self.engines,
-            slots=PrioritySemaphore(self.settings.concurrent_prompts),
+            slots=self.slots,
             resync=self._resync,
             event_log=self.event_log,
             interruption=self.settings.interruption,
@@ -183,11 +187,6 @@ class Collector:
         self._evaluated = self.run.evaluated_versions()
         rule = self.settings.solved_rule
         self._attempts = AttemptsLog(self.run.attempts_file, SOLVED_REWARD if rule is None else rule.solved_at)
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that wait for a slot at the engines; may be read from another thread."""
-        return self._sampler.slots.num_waiting
 
     async def collect(self) -> bool:
         """Commit every batch that the run lacks, then evaluate the final policy. Return True when done, False once
@@ -347,6 +346,7 @@ class Collector:
             batch=index,
             samples=batch.num_episodes,
             **builder.figures(),
+            **self.slots.figures(),
             interrupted=interrupted,
             started=started,
             seconds=spent | dict(commit=time.time() - ready),

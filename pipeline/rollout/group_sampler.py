@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -26,6 +23,7 @@ from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import EventLog
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
 from pipeline.rewards.pool import FailureWatch
+from pipeline.rollout.slots import Priority, Slots
 
 if TYPE_CHECKING:
     from rollout_sglang.client import TeacherServers
@@ -37,7 +35,7 @@ class GroupSampler:
     """A sampler of prompts at the engines, as many at once as there are slots."""
 
     engines: Fleet
-    slots: PrioritySemaphore
+    slots: Slots
     resync: Callable[[], Awaitable[None]]
     """Called after a failure, before the prompt is asked again."""
     event_log: EventLog
@@ -66,7 +64,10 @@ class GroupSampler:
         give_up: float | None = None
         failures = 0
         while missing := [member for member in range(wanted) if member not in accepted]:
-            async with self.slots.acquire(priority):
+            waited = time.monotonic()
+            async with self.slots.acquire(priority) as asked:
+                if give_up is not None:
+                    give_up += time.monotonic() - waited
                 if not accepted:
                     begins()
                 answers = await self._ask(prompt, missing, sampling)
@@ -80,9 +81,10 @@ class GroupSampler:
             accepted |= fresh
             if fresh:
                 self.patience.progress()
+                self.slots.answered(asked, sum(answer.retractions for answer in fresh.values()))
             if len(fresh) == len(missing):
                 break
-            if fresh or give_up is None:  # the clock starts at a failure: waiting for a slot may take hours
+            if fresh or give_up is None:  # the clock starts at a failure, and stops while the prompt has no slot
                 give_up = time.monotonic() + self.deadline_s
                 failures = 0
             failures += 1
@@ -129,52 +131,6 @@ class GroupSampler:
 
 
 Result = TypeVar("Result")
-
-Priority = tuple[int, int]
-"""(batch, group): the smaller goes first."""
-
-
-class PrioritySemaphore:
-    """A semaphore whose waiters are served by priority, not by arrival. A group of an old batch that is asked late, or
-    again, goes before waiting groups of later batches."""
-
-    def __init__(self, number: int) -> None:
-        self._free = number
-        self._arrivals = count()
-        self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of waiters for a slot."""
-        return sum(not granted.done() for _, _, granted in list(self._waiting))
-
-    @asynccontextmanager
-    async def acquire(self, priority: Priority) -> AsyncIterator[None]:
-        """Hold a slot during the `async with`."""
-        if self._free > 0:
-            self._free -= 1
-        else:
-            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (priority, next(self._arrivals), granted))
-            try:
-                await granted
-            except asyncio.CancelledError:
-                if not granted.cancelled():
-                    self._give()  # cancelled at the moment of the grant
-                raise
-        try:
-            yield
-        finally:
-            self._give()
-
-    def _give(self) -> None:
-        """Give the slot to the first waiter by priority."""
-        while self._waiting:
-            _, _, granted = heapq.heappop(self._waiting)
-            if not granted.done():
-                granted.set_result(None)
-                return
-        self._free += 1
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

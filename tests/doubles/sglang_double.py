@@ -39,6 +39,7 @@ Damage = Literal["weights", "answers"]
 
 LARGEST_MASK = 4096
 """SGLang's --sampling-mask-max-tokens where nobody sets it."""
+KV_TOKENS = 1 << 20
 PARAMETER = "model.layers.0.self_attn.qkv_proj.weight"
 
 
@@ -175,6 +176,8 @@ class EngineDouble(_Double):
         self.experts: ExpertShape | None = None
         self.retractions = 0
         """Of each request, beside those by which it was paused."""
+        self.kv_use = 0.0
+        """Share of its KV_TOKENS that requests use."""
         self.cache_keys: list[str | None] = []
         """Of each request: with whose it shares a prefix cache."""
         self.generate_faults: list[GenerateFault | None] = []
@@ -247,6 +250,12 @@ class EngineDouble(_Double):
             return fault
         if path == "/model_info":
             return 200, {"model_path": self.model_path, "weight_version": self.version, "is_generation": True}
+        if path == "/v1/loads":
+            used = round(self.kv_use * KV_TOKENS)
+            load = dict(
+                num_running_reqs=self._active, num_waiting_reqs=0, num_used_tokens=used, token_usage=self.kv_use
+            )
+            return 200, {"loads": [load | dict(max_total_num_tokens=KV_TOKENS)]}
         if path == "/tokenize":
             ids = [ord(character) + self.shifted_ids for character in request["prompt"]]
             return 200, {"tokens": ids, "count": len(ids), "max_model_len": 512}

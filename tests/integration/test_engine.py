@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pipeline.config.sections import RolloutPrecision
 from pipeline.data.batch import Sampling
 from pipeline.errors import EngineVersionError, FatalError
+from pipeline.ports.load import EngineLoad
 from pipeline.ports.weights import WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.engine_pool import RouterClient
@@ -144,6 +145,26 @@ def test_a_request_under_way_goes_on_with_new_weights(engine: TinyEngine) -> Non
     np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
 
 
+def test_an_engine_tells_what_its_requests_hold_and_no_retraction_by_an_update(engine: TinyEngine) -> None:
+    engine.load(0)
+
+    async def loads(client: EngineClient) -> tuple[EngineLoad, Any]:
+        asked = await under_way(client.generate(ROWS[0], 8, Sampling(max_new_tokens=400)), engine.spec.log)
+        held = await client.load(30.0)
+        await load(client, 1, engine.checkpoints[1])
+        group = await asked
+        async with asyncio.timeout(60):
+            while (await client.load(30.0)).running:
+                await asyncio.sleep(0.05)
+        return held, group
+
+    held, group = engine.ask(loads)
+    assert 1 <= held.running <= 8
+    assert len(ROWS[0]) < held.live_tokens < held.kv_tokens
+    assert held.kv_use == pytest.approx(held.live_tokens / held.kv_tokens, abs=1e-4)
+    assert [sample.retractions for sample in group] == [0] * 8
+
+
 def test_a_folder_that_is_not_there_changes_nothing(engine: TinyEngine, tmp_path: Path) -> None:
     engine.load(0)
     with pytest.raises(EngineVersionError, match="did not take version 9"):
@@ -218,6 +239,7 @@ def test_the_double_answers_like_the_server(engine: TinyEngine) -> None:
     calls: list[tuple[str, str, Any]] = [
         ("GET", "/model_info", None),
         ("GET", "/server_info", None),
+        ("GET", "/v1/loads", None),
         ("POST", "/generate", generate),
         ("POST", "/generate", score),
         ("POST", "/pause_generation", {"mode": "retract"}),

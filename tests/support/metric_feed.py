@@ -12,6 +12,7 @@ from launch.run.metrics import RunMetrics
 from pipeline.config.loader import load_recipe
 from pipeline.data.checksums import write_sealed_json
 from pipeline.data.run_directory import RunDirectory
+from pipeline.ports.load import EngineLoad
 
 STEP: dict[str, Any] = dict(
     step=7,
@@ -48,6 +49,7 @@ COMMITTED: dict[str, Any] = dict(
     zero_variance_dropped=2,
     solved_groups=3,
     interrupted=4,
+    retractions=7,
     seconds=dict(generate=3.0, hold=0.0, evaluate=0.0, commit=0.1),
 )
 
@@ -60,9 +62,23 @@ class Engine:
     version: int | None
     quarantined: bool
     in_flight: int
+    load: EngineLoad | None
 
 
-ENGINES = (Engine(0, 8, False, 3), Engine(1, None, True, 0))
+LOAD = EngineLoad(running=3, waiting=1, live_tokens=600, kv_tokens=800, kv_use=0.75)
+ENGINES = (Engine(0, 8, False, 3, LOAD), Engine(1, None, True, 0, None))
+
+
+@dataclass(frozen=True)
+class SomeSlots:
+    """What the slots of a collector say."""
+
+    num_waiting: int = 5
+    held: int = 2
+    number: int = 6
+
+
+SLOTS: Any = SomeSlots()
 
 
 def scraped(metrics: RunMetrics) -> str:
@@ -83,7 +99,7 @@ def fed(role: str, run_dir: Path) -> RunMetrics:
         metrics.observe("event", dict(kind="bad_answer", time=1.0, engine=1, url="http://b", reason="NaN"))
         metrics.observe("event", dict(kind="retried", time=1.0, group=3, reason="stale"))
         metrics.observe("event", dict(kind="evaluated", time=1.0, version=8, pass_at_1=0.625))
-        metrics.fleet, metrics.waiting = lambda: ENGINES, lambda: 5
+        metrics.fleet, metrics.slots = lambda: ENGINES, SLOTS
     if role == "supervisor":
         metrics.observe("event", dict(kind="started", time=1.0, process="engine-1"))
         metrics.observe("event", dict(kind="restarted", time=1.0, process="engine-1", reason="killed"))

@@ -120,6 +120,27 @@ def test_routes_of_a_request_that_lost_its_keys_and_values_are_unknown(engine: E
     assert not sample.experts.known.any()
 
 
+@pytest.mark.parametrize("keeps_kv", [False, True])
+def test_retractions_for_lack_of_memory_are_told_apart_from_those_of_an_update(
+    engine: EngineDouble, tmp_path: Path, keeps_kv: bool
+) -> None:
+    engine.retractions, engine.token_s = 2, 0.05
+    client = EngineClient(engine.url, "key", index=7, request_deadline_s=20, update=1, keeps_kv=keeps_kv)
+
+    async def update() -> list[Completion]:
+        asked = asyncio.create_task(client.generate([5, 6], 2, Sampling(max_new_tokens=40)))
+        await engine.next_token()
+        await client.pause()
+        await client.update_from_disk(5, tmp_path, deadline_s=5)
+        await client.name(5)
+        await client.resume()
+        return await asked
+
+    group = run(client, update())
+    assert {sample.distinct_versions for sample in group} == {(4, 5)}
+    assert [sample.retractions for sample in group] == [2, 2]
+
+
 KEPT = Sampling(max_new_tokens=3, top_p=0.8, kept_set=True)
 
 

@@ -159,6 +159,16 @@ def test_batches_that_are_generated_together_share_the_time(write_run: WriteRun)
     assert [line["generated"] for line in speeds(RunLog.read(run))] == pytest.approx([1000.0] * 4)
 
 
+def test_the_use_of_keys_and_values_is_drawn_where_engines_tell_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 2)
+    title = "Keys and values of the engines"
+    assert title not in drawn(RunLog.read(run))
+    log = EventLog(run, "collector-000002")
+    for batch in range(2):
+        log.event("committed", batch=batch, samples=8, in_flight=5, retractions=0, kv_use=0.7 + 0.1 * batch)
+    assert title in drawn(RunLog.read(run))
+
+
 def test_mfu_by_hand(tmp_path: Path) -> None:
     run_log = noted(write_run(tmp_path, 2), **H100)
     assert speeds(run_log)[1]["mfu"] == pytest.approx(6 * 1e9 * 4096 / (0.4 * 2 * 989e12))

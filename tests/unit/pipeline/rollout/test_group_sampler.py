@@ -1,10 +1,9 @@
-"""PrioritySemaphore are given by priority, never lost, and never given twice."""
+"""Calls that end together, answers that are cut, and a teacher's scores."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,65 +20,10 @@ from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
 from pipeline.rewards.pool import FailureWatch, Verifiers
-from pipeline.rollout.group_sampler import Interruption, Priority, PrioritySemaphore, TeacherScores, gather_or_cancel
+from pipeline.rollout.group_sampler import Interruption, TeacherScores, gather_or_cancel
 from pipeline.schedule import Schedule
 from pipeline.trainer.batches import describe
 from tests.support.collecting import GROUP, PROMPTS, batches, build, collect
-
-
-def test_the_smallest_turn_goes_first_and_equal_turns_by_arrival() -> None:
-    served: list[str] = []
-
-    async def ask(slots: PrioritySemaphore, priority: Priority, name: str) -> None:
-        async with slots.acquire(priority):
-            served.append(name)
-            await asyncio.sleep(0)
-
-    async def run() -> None:
-        slots = PrioritySemaphore(1)
-        async with slots.acquire((9, 9)):
-            turns = [((2, 0), "d"), ((1, 5), "b"), ((0, 7), "a"), ((1, 5), "c")]
-            waiting = [asyncio.create_task(ask(slots, *priority)) for priority in turns]
-            await asyncio.sleep(0)
-            assert served == []
-            assert slots.num_waiting == 4
-        await asyncio.gather(*waiting)
-        assert slots.num_waiting == 0
-
-    asyncio.run(run())
-    assert served == ["a", "b", "c", "d"]
-
-
-@given(seed=st.integers(0, 10_000), number=st.integers(1, 3), tasks=st.integers(1, 12))
-def test_cancelled_waiters_and_holders_lose_no_slot(seed: int, number: int, tasks: int) -> None:
-    """Whatever is cancelled whenever: never more holders than slots, and in the end every slot is free."""
-    rng = random.Random(seed)
-    holders = 0
-
-    async def work(slots: PrioritySemaphore) -> None:
-        nonlocal holders
-        async with slots.acquire((rng.randrange(3), 0)):
-            holders += 1
-            assert holders <= number
-            try:
-                for _ in range(rng.randrange(3)):
-                    await asyncio.sleep(0)
-            finally:
-                holders -= 1
-
-    async def run() -> None:
-        slots = PrioritySemaphore(number)
-        under_way = [asyncio.create_task(work(slots)) for _ in range(tasks)]
-        for _ in range(tasks):
-            rng.choice(under_way).cancel()
-            for _ in range(rng.randrange(3)):
-                await asyncio.sleep(0)
-        results = await asyncio.gather(*under_way, return_exceptions=True)
-        assert not [r for r in results if isinstance(r, AssertionError)]
-        async with asyncio.timeout(5):
-            await asyncio.gather(*(slots.acquire((0, 0)).__aenter__() for _ in range(number)))
-
-    asyncio.run(run())
 
 
 def test_gather_or_cancel_leaves_nothing_running() -> None:
