@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,67 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.advantages.compute import mean_reverse_kl, taught
-from pipeline.data.batch import Completion, Prompt
-from pipeline.data.event_log import read_events
+from pipeline.background import Patience
+from pipeline.data.batch import Completion, Prompt, Sampling
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
 from pipeline.rewards.pool import FailureWatch, Verifiers
-from pipeline.rollout.group_sampler import Interruption, TeacherScores, gather_or_cancel
+from pipeline.rollout.group_sampler import GroupSampler, Interruption, TeacherScores, gather_or_cancel
+from pipeline.rollout.slots import Slots
 from pipeline.schedule import Schedule
 from pipeline.trainer.batches import describe
 from tests.support.collecting import GROUP, PROMPTS, batches, build, collect
+
+
+def test_a_prompt_that_waits_for_its_turn_after_a_failure_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is lost, others' prompts take an hour, and then the prompt fails once more."""
+    now = [0.0]
+    monkeypatch.setattr("pipeline.rollout.group_sampler.time.monotonic", lambda: now[0])
+    slots, answers = (
+        Slots(1),
+        [EngineUnavailableError("lost"), EngineUnavailableError("again"), Completion.given([3], [-0.5])],
+    )
+
+    class Engines:
+        async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+            if isinstance(answer := answers.pop(0), Exception):
+                raise answer
+            return [answer]
+
+    async def others() -> None:
+        if len(answers) == 2:  # in the pause after the first failure, before the prompt asks for a slot again
+            first = slots.acquire((0, 0))
+            await first.__aenter__()
+
+            async def an_hour() -> None:
+                while not slots.num_waiting:
+                    await asyncio.sleep(0)
+                now[0] += 3600.0
+                await first.__aexit__(None, None, None)
+
+            beside.append(asyncio.create_task(an_hour()))
+
+    beside: list[asyncio.Task[None]] = []
+    sampler = GroupSampler(
+        engines=Engines(),  # type: ignore[arg-type]
+        slots=slots,
+        resync=others,
+        event_log=EventLog(tmp_path, "collector-000001"),
+        interruption=None,
+        deadline_s=60.0,
+        retry_s=0.0,
+        patience=Patience(lambda *_, **__: None, "the test", "engines"),
+    )
+    prompt = Prompt(group=0, text="p", answer="a", tokens=(1,))
+
+    async def run() -> list[Completion]:
+        return await sampler.sample(prompt, 1, Sampling(max_new_tokens=1), priority=(0, 1), allowed=lambda _: True)
+
+    assert len(asyncio.run(run())) == 1
+    assert now == [3600.0]
 
 
 def test_gather_or_cancel_leaves_nothing_running() -> None:

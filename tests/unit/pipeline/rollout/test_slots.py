@@ -152,19 +152,23 @@ def test_one_full_engine_of_four_costs_its_own_part() -> None:
 def test_a_retraction_counts_once_for_the_prompts_that_were_under_way_together() -> None:
     async def run() -> list[int]:
         slots, numbers = Slots(100), list[int]()
-        async with AsyncExitStack() as stack:
-            slots.observe([load(0.5)])
-            asked = await hold(slots, stack, 100)
-            for each in asked[:3]:
-                slots.answered(each, 2)
+        slots.observe([load(0.5)])
+        async with AsyncExitStack() as rest:
+            asked = await hold(slots, rest, 40)
+            async with AsyncExitStack() as stack:
+                asked += await hold(slots, stack, 60)
+                slots.answered(asked[0], 2)
                 numbers.append(slots.number)
-        async with slots.acquire((0, 0)) as later:
+            slots.answered(asked[1], 2)
+            numbers.append(slots.number)
+            [later] = await hold(slots, rest, 1)
             slots.answered(later, 1)
-        assert slots.figures() == dict(in_flight=1, retractions=7, kv_use=0.5)
+            numbers.append(slots.number)
+        assert slots.figures() == dict(in_flight=34, retractions=5, kv_use=0.5)
         assert slots.figures()["retractions"] == 0
         return numbers
 
-    assert asyncio.run(run()) == [84, 84, 84]
+    assert asyncio.run(run()) == [84, 84, 34]
 
 
 def test_an_engine_that_leaves_takes_its_share_and_brings_it_back_to_those_that_wait() -> None:
