@@ -358,6 +358,14 @@ class Sample:
         before = prompt.tokens if self.prompt is None else self.prompt
         return (Row(prompt=before, completion=self.completion), *self.branches)
 
+    @property
+    def answer_tokens(self) -> int:
+        """The number of tokens of the response; of an episode, of those that were sampled in its turns."""
+        if self.episode is None:
+            return len(self.completion.tokens)
+        kinds = [one.kinds for one in (self.completion, *(row.completion for row in self.branches))]
+        return sum(int(np.count_nonzero(each == TokenKind.SAMPLED)) for each in kinds if each is not None)
+
     @staticmethod
     def of_episode(
         rows: Sequence[Row], facts: EpisodeFacts, reward: float, reward_parts: Mapping[str, float]

@@ -160,7 +160,7 @@ class BatchBuilder:
         when another group should be asked in its place. `turn` is its place's; `repeated` counts its samples by
         `num_repeated`."""
         rewards, informative = group.rewards, is_informative(group)
-        lengths = [sum(len(row.completion.tokens) for row in one.rows(group.prompt)) for one in group.samples]
+        lengths = [one.answer_tokens for one in group.samples]
         self.judged[group.prompt.group] = Judged(
             turn=turn,
             repeated=repeated,
@@ -574,7 +574,7 @@ class GroupFilter:
             info=[
                 dict(
                     prompt_tokens=len(prompt.tokens),
-                    response_tokens=len(sample.completion.tokens),
+                    response_tokens=sample.answer_tokens,
                     finish=sample.completion.finish,
                 )
                 for sample in samples

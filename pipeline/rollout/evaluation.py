@@ -146,7 +146,7 @@ def told_of(prompt: Prompt, sample: Sample, text: str) -> dict[str, Any]:
         reward=sample.reward if sample.judged else None,
         reward_parts=dict(sample.reward_parts) if sample.judged else {},
         finish=sample.completion.finish,
-        response_tokens=len(sample.completion.tokens),
+        response_tokens=sample.answer_tokens,
     )
 
 

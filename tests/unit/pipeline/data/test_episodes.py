@@ -71,6 +71,8 @@ def test_each_sampled_turn_is_trained_once_however_the_episodes_branch() -> None
     for name in ("rollout_logprobs", "response_tokens"):
         assert getattr(one, name)[one.loss_mask].tolist() == getattr(two, name)[two.loss_mask].tolist()
     assert one.answer_lengths.tolist() == two.answer_lengths.tolist()
+    samples = [episode([[1, 2], [3]], [[10]], prompt=PROMPT, fork=fork) for fork in (None, 1)]
+    assert [sample.answer_tokens for sample in samples] == [3, 3]
 
 
 def test_a_file_holds_episodes_and_a_rank_reads_its_share_of_the_rows(tmp_path: Path) -> None:
