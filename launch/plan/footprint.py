@@ -39,6 +39,9 @@ CHUNK_BYTES = 3 * (16 << 20)
 PART_BYTES = 256 << 20
 """The float32 head's gradient in parts: see `megatron_bridge.model.fp32_head`."""
 
+LOGITS_BYTES = 1 << 30
+"""Logits in pieces, where a pass may compute them so: see `megatron_bridge.model.build`."""
+
 Kernels = Literal["fused", "local"]
 """fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's layers, as on a CPU."""
 
@@ -160,7 +163,10 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
             optimizer = math.ceil(state * held.total)
         layers = max(layers_of_chunks(config.num_layers, learner)[stage])
         activations = int(tokens * layers * chunks_in_flight(layout, stage, work.count) * each)
-        head = _head_bytes(config, layout, work, size) if stage == layout.pipeline - 1 else 0
+        head = scored = 0
+        if stage == layout.pipeline - 1:
+            scored = _head_bytes(config, layout, work, size, in_pieces=True)
+            head = _head_bytes(config, layout, work, size, in_pieces=learner.recompute == "full")
         # While a layer is differentiated; or the embedding's gradient, where other micro-batches are in flight.
         working = max(around + held.largest * size + again, held.outer * size if layout.pipeline > 1 else 0)
         publishing = assembled + (0 if work.buckets_stay else buckets)
@@ -168,7 +174,7 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
         parameters, quantized, gradients = held.total * size, held.matrices * copies, held.total * reduced
         static = parameters + quantized + gradients + optimizer
         there = buckets if work.buckets_stay else 0
-        training, scoring = activations + max(head, working), max(head, around)
+        training, scoring = activations + max(head, working), max(scored, around)
         transient = there + max(training, scoring, publishing)
         allowance = work.runtime_bytes + int(work.fragmentation * transient)
         stages.append(
@@ -296,8 +302,9 @@ def kept_by_layer(config: ModelConfig, learner: LearnerSection, work: Workload) 
     return outside, (routed + 2 * 4 * experts.count) / residual_split  # float32 router logits and weights
 
 
-def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) -> int:
-    """Count final norm, gathered hidden states, logits (overwritten by their gradient) and the head's scratch."""
+def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int, *, in_pieces: bool) -> int:
+    """Count final norm, gathered hidden states, logits (overwritten by their gradient) and the head's scratch.
+    `in_pieces`: large logits are computed in pieces, whose gradients of the head's matrix are added up."""
     tokens = -(-work.tokens // layout.context)
     width = config.vocabulary_rows(layout.tensor) // layout.tensor
     matrix = width * config.hidden_size
@@ -310,7 +317,10 @@ def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) 
         # Parts of the logits' gradient, their float32 products, and the sums of these (the head's in its dtype).
         columns = min(width, PART_BYTES // (4 * tokens))
         gradient = matrix * size + 4 * columns * (tokens + config.hidden_size) + tokens * 4 * 4 * config.hidden_size
-    return int(tokens * (hidden + gathered + precise * width)) + max(CHUNK_BYTES, gradient)
+    logits = tokens * precise * width
+    if in_pieces and logits > LOGITS_BYTES:
+        logits, gradient = max(LOGITS_BYTES, precise * width), gradient + matrix * size
+    return int(tokens * (hidden + gathered) + logits) + max(CHUNK_BYTES, gradient)
 
 
 @lru_cache(maxsize=32)

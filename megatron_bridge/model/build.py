@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.fp32_head import FP32OutputLayer
@@ -56,14 +57,59 @@ class TokenScores(NamedTuple):
         return self.logprobs.device
 
 
+LOGITS_BYTES = 1 << 30
+"""The most bytes of logits that exist at once in a pass that may compute them in pieces."""
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage returns TokenScores for `labels`, from vocabulary-parallel logits in place."""
+    """A GPTModel whose last stage returns TokenScores for `labels`, from vocabulary-parallel logits in place.
+
+    A scoring pass computes logits in pieces of LOGITS_BYTES. A training pass does so under full recomputation, and
+    computes each piece again when it differentiates it: one long row then needs no more memory for logits than many
+    short ones.
+    """
 
     temperature: float = 1.0
     num_tokens: int
     """Size of the vocabulary without padding."""
     kept: KeptRows | None = None
     """The kept sets of the next micro-batch, one for each label; None: the whole vocabulary."""
+
+    def _postprocess(self, *, hidden_states: Tensor, labels: Tensor | None = None, **given: Any) -> Any:
+        """Return the stage's output, as GPTModel does; TokenScores of long micro-batches piece by piece."""
+        whole = super()._postprocess
+        trains = torch.is_grad_enabled()
+        if not self.post_process or labels is None or (trains and self.config.recompute_granularity != "full"):
+            return whole(hidden_states=hidden_states, labels=labels, **given)
+        kept, length = self.kept, len(hidden_states)
+        # Under sequence parallelism each rank has a part of the tokens, and a piece takes as many from each.
+        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        element = 4 if isinstance(self.output_layer, FP32OutputLayer) else hidden_states.element_size()
+        row_bytes = ranks * labels.shape[0] * self.output_layer.output_size_per_partition * element
+        step = max(1, LOGITS_BYTES // row_bytes)
+        if step >= length:
+            return whole(hidden_states=hidden_states, labels=labels, **given)
+
+        def score(hidden: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+            # Also called in the backward pass, when the next micro-batch may have come.
+            before, self.kept = self.kept, None if kept is None else kept.of_rows(columns)
+            try:
+                return tuple(whole(hidden_states=hidden, labels=labels[:, columns], **given))
+            finally:
+                self.kept = before
+
+        first = torch.arange(ranks, device=labels.device)[:, None] * length
+        places = [
+            first + torch.arange(at, min(at + step, length), device=labels.device) for at in range(0, length, step)
+        ]
+        pieces = [
+            checkpoint(score, hidden, columns.flatten(), use_reentrant=False, preserve_rng_state=False)
+            if trains
+            else score(hidden, columns.flatten())
+            for hidden, columns in zip(torch.split(hidden_states, step), places, strict=True)
+        ]
+        order = torch.cat([columns.flatten() for columns in places]).argsort()
+        return TokenScores(*(torch.cat(each, dim=1)[:, order] for each in zip(*pieces, strict=True)))
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> TokenScores:
         """Return the scores of `labels` int64 [batch, sequence] from `logits` [sequence, batch, vocab/tp]. The backward

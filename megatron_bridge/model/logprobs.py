@@ -223,6 +223,14 @@ class KeptRows:
             counts=torch.from_numpy(sets.counts),
         )
 
+    def of_rows(self, rows: Tensor) -> KeptRows:
+        """Return the sets of `rows` int64 [n], in that order."""
+        counts = self.counts[rows]
+        owner = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+        within = torch.arange(len(owner), device=rows.device) - (counts.cumsum(0) - counts)[owner]
+        starts = (self.counts.cumsum(0) - self.counts)[rows]
+        return KeptRows(owner=owner, tokens=self.tokens[starts[owner] + within], counts=counts)
+
 
 def kept_statistics(
     rows: Tensor, wanted: Tensor, temperature: float, kept: KeptRows, first_token: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,9 +13,12 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.model import build as build_module
 from megatron_bridge.model.build import PolicyModel, build_chunks, require_graphs
+from megatron_bridge.model.logprobs import KeptRows
 from megatron_bridge.model.packed_attention import PackedRows
 from megatron_bridge.parallel.layout import Layout, initialize
+from pipeline.data.batch import KeptSets
 from pipeline.errors import ModelError
 from tests.support.learners import leave_world
 
@@ -84,6 +88,39 @@ def test_a_mixture_computes_the_same_with_its_activation_fused() -> None:
     for left, right in zip(fused.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(left.grad, right.grad)
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole vocabulary", "kept sets"])
+def test_logits_of_a_long_row_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch, is_cut: bool, tied: bool) -> None:
+    """12 tokens, of which 5 may have logits at once: the same scores and gradients, and never more logits alive."""
+    config = dict(tie_word_embeddings=tied)
+    plain, pieces = build(config=config), build(config=config, recompute="full")
+    pieces.load_state_dict(plain.state_dict())
+    alive, sizes = weakref.WeakSet[Any](), list[int]()
+    pieces.output_layer.register_forward_hook(lambda *given: _count(given[-1][0], alive, sizes))
+    sets = KeptSets.of([[*range(5 * i % 64 + 1)] if i % 3 else [] for i in range(12)])
+    found = []
+    for model in (plain, pieces):
+        model.kept = KeptRows.of(sets) if is_cut else None
+        monkeypatch.setattr(build_module, "LOGITS_BYTES", 1 << 30 if model is plain else 5 * 64 * 4)
+        model.eval()
+        with torch.no_grad():
+            scores = score(model)
+        model.train()
+        logprobs = score(model)
+        model.kept = None  # of another micro-batch, which comes before the backward pass
+        (logprobs * torch.arange(12)).sum().backward()
+        found.append((scores, logprobs.detach(), [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1])
+    assert sizes == [5, 5, 2] * 2 + [2, 5, 5]
+    assert (found[0][1] != 0).sum() == (8 if is_cut else 12)
+
+
+def _count(logits: torch.Tensor, alive: weakref.WeakSet[Any], sizes: list[int]) -> None:
+    assert not alive, "logits of another piece are still held"
+    alive.add(logits)
+    sizes.append(len(logits))
 
 
 @pytest.mark.parametrize(
