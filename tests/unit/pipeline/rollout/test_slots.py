@@ -161,6 +161,7 @@ def test_a_retraction_counts_once_for_the_prompts_that_were_under_way_together()
                 numbers.append(slots.number)
             slots.answered(asked[1], 2)
             numbers.append(slots.number)
+            assert numbers == [84, 84]
             [later] = await hold(slots, rest, 1)
             slots.answered(later, 1)
             numbers.append(slots.number)
@@ -168,7 +169,7 @@ def test_a_retraction_counts_once_for_the_prompts_that_were_under_way_together()
         assert slots.figures()["retractions"] == 0
         return numbers
 
-    assert asyncio.run(run()) == [84, 84, 34]
+    assert asyncio.run(run())[-1] == 34
 
 
 def test_an_engine_that_leaves_takes_its_share_and_brings_it_back_to_those_that_wait() -> None:
