@@ -372,6 +372,8 @@ def sample_line(event: dict[str, Any]) -> str:
     reward = "no reward" if event["reward"] is None else f"reward {event['reward']:g}"
     prompt, response = (one_line(event[name], length) for name, length in (("prompt", 120), ("response", 240)))
     end = "" if event["finish"] == "stop" else f" [{event['finish']}]"
+    if "turns" in event:
+        end = f" [{event['turns']} turns, {event['tool_calls']} tool calls, {event['stopped']}]"
     return one_line(
         f"a sample of batch {event['batch']}, {reward}{f' ({parts})' if parts else ''}: {prompt} ▸ {response}{end}"
     )

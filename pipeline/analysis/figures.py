@@ -32,6 +32,7 @@ from pipeline.analysis.drawing import COLORS, WIDE, curve, picture
 from pipeline.analysis.run_log import SFT_FILE, RunLog, number
 from pipeline.analysis.summary import LEARNER_PHASES
 from pipeline.control.files import ControlFiles
+from pipeline.data.batch import StopReason
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.run_recipes import recipe_of_step
 from pipeline.data.store import BatchStore
@@ -74,6 +75,15 @@ _MISMATCH: Curves = {
     "KL from engine to learner, nats a token": (("k3_kl", "k3", "blue"), ("k2_kl", "k2", "orange")),
     "Staleness, versions": (("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")),
 }
+_EPISODES: Curves = {
+    "Turns and tool calls of an episode": (
+        ("episodes/turns_mean", "turns", "blue"),
+        ("episodes/tool_calls_mean", "tool calls", "orange"),
+        ("episodes/rows_mean", "rows", "gray"),
+    ),
+    "Seconds of an episode outside the policy": (("episodes/tool_s_mean", "in tools, environment and agent", "teal"),),
+}
+_STOP_COLORS = ("blue", "orange", "teal", "violet", "pink", "green", "sand", "gray")
 _LOGARITHMIC = ("Gradient norm", "KL from engine to learner, nats a token")
 
 
@@ -127,6 +137,11 @@ def sections(run_log: RunLog) -> list[Section]:
                 f"{rest}docs/metrics.md says what is healthy. Dotted lines mark the first step after a restart, or "
                 "under a changed recipe. Every other metric is for evenkeel export, to TensorBoard or W&B.",
                 [*curves(_LEARNING), *reward_histogram(run_log), *issued_and_trained(run_log, sorted(marks))],
+            ),
+            (
+                "Episodes",
+                "Means over the episodes of a batch. Of the first figure, each row after the first is a branch.",
+                [*curves(_EPISODES), *stops(run_log, sorted(marks))],
             ),
             (
                 "Mismatch between engine and learner",
@@ -237,6 +252,19 @@ def issued_and_trained(run_log: RunLog, marks: Sequence[int]) -> list[Figure]:
             [Figure(f"{title}: issued and trained (median, and 10 to 90 % of the tokens)", svg, True)] if svg else []
         )
     return found
+
+
+def stops(run_log: RunLog, marks: Sequence[int]) -> list[Figure]:
+    """Draw the share of the episodes that something else than their agent ended, by reason."""
+    reasons = [reason.name.lower() for reason in StopReason if reason is not StopReason.FINISHED]
+    lines = [
+        (*run_log.series(f"episodes/stopped/{name}"), name.replace("_", " "), color)
+        for name, color in zip(reasons, _STOP_COLORS, strict=True)
+    ]
+    happened = [line for line in lines if any(line[1])]
+    title = "Episodes that did not finish, by reason"
+    svg = curve(title, happened, percent=True, floor=0.0, marks=marks, size=WIDE)
+    return [Figure(title, svg, wide=True)] if svg else []
 
 
 def mean_by_bucket(run_log: RunLog) -> list[tuple[str, str, float, float]]:

@@ -2,7 +2,8 @@
 
     metrics.seconds of a step ──▶ learner rank 0   unless that rank noted its phases itself
     committed, evaluated      ──▶ collector
-    RUN/spans (pipeline.spans) ─▶ every rank, engines as their callers saw them, verifiers, publishes
+    RUN/spans (pipeline.spans) ─▶ every rank, engines as their callers saw them, episodes outside the
+                                 policy, verifiers, publishes
 
 A metrics line is written at the end of its step, so its phases are laid out backward from that time. A `committed`
 event holds the start of its batch, so its phases are laid out forward. Times are of each host's clock.
@@ -33,7 +34,7 @@ STEP = "step"
 """Lane of a rank with the phases of its steps, and name of the span around each step."""
 _NUMBERS = ("step", "batch", "version")
 _INSTANTS = ("published", "saved", "restarted", "admitted", "quarantined", "skipped", "controlled")
-_ORDER = ("learner", "publish", COLLECTOR, "engine", "router", "verifiers")
+_ORDER = ("learner", "publish", COLLECTOR, "engine", "router", "episodes", "verifiers")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from pipeline import spans
 from pipeline.data.batch import Completion, EpisodeFacts, Prompt, Row, StopReason
 from pipeline.data.event_log import EventLog
 from pipeline.episodes.chat_format import ChatFormat, Message
@@ -169,7 +170,9 @@ class Session:
         if self._since is not None:
             assert self._clock is not None
             self._clock.cancel()
-            self._left_s -= time.monotonic() - self._since
+            ended = time.monotonic()
+            self._left_s -= ended - self._since
+            spans.note("episodes/outside the policy", "agent", self._since, ended, turns=self.turns)
             self._since = None
 
     @property

@@ -138,15 +138,20 @@ _PROMPT, _RESPONSE = 300, 600
 
 def told_of(prompt: Prompt, sample: Sample, text: str) -> dict[str, Any]:
     """Return a sample for the event log: `group`, `prompt`, `response` (`text`), `reward` (None: its verifier failed),
-    `reward_parts`, `finish` and `response_tokens`."""
+    `reward_parts`, `finish` and `response_tokens`; of an episode also `turns`, `tool_calls` and `stopped`."""
+    facts = sample.episode
+    of_episode: dict[str, Any] = {}
+    if facts is not None:
+        of_episode = dict(turns=facts.turns, tool_calls=facts.tool_calls, stopped=facts.stopped.name.lower())
     return dict(
         group=prompt.group,
         prompt=one_line(prompt.text, _PROMPT),
         response=one_line(text, _RESPONSE),
         reward=sample.reward if sample.judged else None,
         reward_parts=dict(sample.reward_parts) if sample.judged else {},
-        finish=sample.completion.finish,
+        finish=sample.rows(prompt)[-1].completion.finish,
         response_tokens=sample.answer_tokens,
+        **of_episode,
     )
 
 

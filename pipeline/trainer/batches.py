@@ -269,7 +269,8 @@ def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[
             tool_calls_mean=_mean(of.tool_calls[first]),
             tool_s_mean=_mean(of.tool_s[first]),
             failures=environment_failures,
-            stopped={reason.name.lower(): float(reasons[reason]) for reason in StopReason if reasons[reason]},
+            given_up=float(sum(drop.kind == "failed" for drop in batch.dropped)),
+            stopped={reason.name.lower(): float(reasons[reason]) for reason in StopReason},
         )
     return dict(
         reward_mean=_mean(reward[judged]),

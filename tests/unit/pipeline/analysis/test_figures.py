@@ -64,6 +64,20 @@ def test_rewards_of_the_first_middle_and_newest_trained_batch_are_counted(write_
     assert not any("batch 3" in title for title in titles)
 
 
+def test_episodes_are_drawn_where_there_are_some(write_run: WriteRun) -> None:
+    path = write_run(2)
+    assert section(RunLog.read(path), "Episodes") is None
+    for step, late in ((2, 0.0), (3, 0.25)):
+        stopped = dict(finished=1.0 - late, turns=0.0, wall_clock=late)
+        of = dict(turns_mean=2.0 + step, tool_calls_mean=1.5, rows_mean=1.0, tool_s_mean=0.5, stopped=stopped)
+        EventLog(path, "learner-000001").metrics(step, episodes=of)
+    found = drawn(RunLog.read(path))
+    titles = re.findall(r"<title>([^<]*)</title>", found["Turns and tool calls of an episode"])
+    assert {"turns, 2: 4", "turns, 3: 5", "tool calls, 3: 1.5"} <= set(titles)
+    titles = re.findall(r"<title>([^<]*)</title>", found["Episodes that did not finish, by reason"])
+    assert titles == ["wall clock, 2: 0", "wall clock, 3: 0.25"], "a reason that never came is not drawn"
+
+
 def test_what_was_issued_is_drawn_beside_what_is_trained(write_run: WriteRun) -> None:
     path = write_run(2)
     title = "{}: issued and trained (median, and 10 to 90 % of the tokens)"

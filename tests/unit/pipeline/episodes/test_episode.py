@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import spans
 from pipeline.data.batch import Completion, Prompt, StopReason
 from pipeline.data.event_log import EventLog
 from pipeline.episodes.chat_format import ChatFormat
@@ -185,6 +186,20 @@ def test_the_time_of_engines_is_not_the_agents(runner: Callable[..., EpisodeRunn
         made = runner(replace(BUDGET, seconds=0.5), host=host)
         episode = asyncio.run(made.run(PROMPT, Policy(tokenizer, "a", "wait").ask))
     assert (episode.facts.stopped, episode.facts.turns) == (StopReason.WALL_CLOCK, 2)
+
+
+def test_the_time_outside_the_policy_is_in_the_trace(
+    runner: Callable[..., EpisodeRunner], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with (
+        spans.recorded(tmp_path / "run", "collector-000001"),
+        EpisodeHost("episode_examples:Counting", 1024, None) as host,
+    ):
+        episode = asyncio.run(runner(host=host).run(PROMPT, Policy(tokenizer, "a", "b").ask))
+    [lines] = spans.read_spans(tmp_path / "run").values()
+    assert {line["lane"] for line in lines} == {"episodes/outside the policy"}
+    assert [line["turns"] for line in lines] == list(range(episode.facts.turns + 1))
+    assert sum(line["seconds"] for line in lines) == pytest.approx(episode.facts.tool_s, abs=1e-4)
 
 
 def test_an_agent_of_ours_asks_by_its_client(runner: Callable[..., EpisodeRunner], tokenizer: Tokenizer) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.batch import VERIFIER_FAILED, Completion, Sample
-from pipeline.rollout.evaluation import by_source, clustered_wilson, evaluate, pass_at_k, rewards, summarize
-from tests.support.batches import batch_of_rewards
+from pipeline.data.batch import VERIFIER_FAILED, Completion, EpisodeFacts, Prompt, Sample, StopReason
+from pipeline.rollout.evaluation import by_source, clustered_wilson, evaluate, pass_at_k, rewards, summarize, told_of
+from tests.support.batches import batch_of_rewards, episode
 
 
 @pytest.mark.parametrize(
@@ -145,3 +145,12 @@ def test_float_noise_does_not_decide_what_is_solved() -> None:
     assert evaluate([[noisy, low]])["correct"] == [1]
     assert evaluate([[noisy, low]], solved_at=0.9)["correct"] == [2], ".9 as float32 is below .9"
     assert by_source(["a"], [[low]], solved_at=0.9)["a"]["pass_at_1"] == 1.0
+
+
+def test_an_episode_is_told_with_its_turns_and_why_it_stopped() -> None:
+    facts = EpisodeFacts(stopped=StopReason.TURNS, turns=2, tool_calls=1)
+    sample = episode([[5, 6], [7]], [[8, 9, 9]], prompt=[1], fork=1, facts=facts, reward=0.5)
+    told = told_of(Prompt(group=3, text="p", answer="", tokens=(1,)), sample, "said")
+    assert [told[name] for name in ("turns", "tool_calls", "stopped", "response_tokens")] == [2, 1, "turns", 3]
+    alone = told_of(Prompt(group=3, text="p", answer="", tokens=(1,)), rewarded(1.0), "said")
+    assert not {"turns", "tool_calls", "stopped"} & set(alone)

@@ -15,7 +15,7 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods import Advantage, Distillation, OverlongPenalty, PassAtK
 from pipeline.config.algorithm import ADVANTAGES
 from pipeline.control.step_controller import mean_age, ratio_sums
-from pipeline.data.batch import ENVIRONMENT_FAILED, VERIFIER_FAILED, Batch
+from pipeline.data.batch import ENVIRONMENT_FAILED, VERIFIER_FAILED, Batch, DroppedGroup, StopReason
 from pipeline.ports.learner import Update
 from pipeline.rollout.batch_builder import attempts
 from pipeline.trainer.batches import asked_solve_rate, describe, merge_updates
@@ -244,7 +244,16 @@ def test_metrics_count_episodes() -> None:
     assert ours == theirs
     assert (ours["verifier_failures"], ours["episodes"]["failures"]) == (3.0, 1.0)
     assert ours["response_tokens_mean"] == one.answer_lengths.mean()
-    assert sum(ours["episodes"]["stopped"].values()) == pytest.approx(1.0)
+    assert one.episodes is not None
+    stopped = ours["episodes"]["stopped"]
+    assert sum(stopped.values()) == pytest.approx(1.0)
+    assert (stopped["finished"], stopped["wall_clock"]) == (
+        float((one.episodes.stopped == StopReason.FINISHED).mean()),
+        0.0,
+    )
+    dropped = (DroppedGroup(group=90, reason="", kind="failed"), DroppedGroup(group=91, reason="", kind="unfit"))
+    assert ours["episodes"]["given_up"] == 0.0
+    assert describe(dataclasses.replace(one, dropped=dropped), 3, 0.5)["episodes"]["given_up"] == 1.0
     assert asked_solve_rate(one, 0.5) == asked_solve_rate(two, 0.5)
     assert attempts(one, 0.5) == attempts(two, 0.5)
     assert mean_age(one, 2) == mean_age(two, 2)
