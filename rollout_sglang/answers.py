@@ -164,6 +164,7 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         experts=_routes(sample, responses.versions, asked),
         kept=responses.kept,
         retractions=_retractions(meta, keeps_kv=asked.keeps_kv),
+        cached_tokens=meta.cached_tokens or 0,
     )
 
 

@@ -125,10 +125,13 @@ class EngineClient:
                 ) from None
         return self._known_dialect
 
-    async def generate(self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling, cache_key: str | None = None
+    ) -> list[Completion]:
         """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
         top-k. With `sampling.kept_set` they are renormalized over the tokens that top-p and top-k keep, and each
-        completion holds its kept sets. Samples of an aborted request have the tokens sampled so far, or none."""
+        completion holds its kept sets. Samples of an aborted request have the tokens sampled so far, or none. Where
+        keys and values are kept, requests with the same `cache_key` alone share them."""
         _require_tokens([prompt_tokens], sampling.vocab_size)
         started = time.monotonic()
         asked = Asked(
@@ -155,6 +158,7 @@ class EngineClient:
                 "return_logprob": True,
                 **({} if sampling.experts is None else {"return_routed_experts": True}),
                 **({"return_sampling_mask": True} if sampling.kept_set else {}),
+                **({"extra_key": cache_key} if self._keeps_kv and cache_key is not None else {}),
             },
             most_bytes=SAMPLE_BYTES + num_samples * asked.sample_bytes,
             reader=lambda: completion_reader(asked, engine=self.index, waited_s=lambda: time.monotonic() - started),
@@ -389,7 +393,7 @@ class EngineClient:
             return None if response.status_code == ABORTED else await read_answer(parts, reader())
 
         if self._keeps_kv:  # prefixes cached by other requests may be of older weights: a unique key hides them
-            request |= {"extra_key": secrets.token_hex(8)}
+            request = {"extra_key": secrets.token_hex(8)} | request
         options: dict[str, Any] = dict(json=request, accept=(ABORTED,), most_bytes=most_bytes)
         try:
             return await self._transport.read("POST", "/generate", take, deadline_s=self._request_deadline_s, **options)

@@ -276,9 +276,10 @@ class EnginePool:
         load = engine.load
         return bool(engine.calls or self.router_calls or load is None or load.running or load.waiting)
 
-    def least_busy(self, doubted: Collection[PooledEngine]) -> PooledEngine:
-        """Return the admitted engine with the fewest live tokens, `doubted` ones last. Calls since the last look count
-        as many tokens as a call had then; where an engine does not tell its load, all calls count alike."""
+    def choose(self, doubted: Collection[PooledEngine], preferred: int | None = None) -> PooledEngine:
+        """Return the admitted engine with the index `preferred`, or else that with the fewest live tokens, `doubted`
+        ones last. Calls since the last look count as many tokens as a call had then; where an engine does not tell its
+        load, all calls count alike."""
         admitted = self.admitted
         loads = [engine.load for engine in admitted]
         calls = sum(engine.calls_then for engine in admitted)
@@ -290,7 +291,7 @@ class EnginePool:
                 return len(engine.calls)
             return engine.load.live_tokens + (len(engine.calls) - engine.calls_then) * call_tokens
 
-        return min(admitted, key=lambda engine: (engine in doubted, burden(engine)))
+        return min(admitted, key=lambda engine: (engine in doubted, engine.index != preferred, burden(engine)))
 
     async def answered_badly(self, engine: PooledEngine | None, reason: str) -> None:
         """Count an invalid answer or an error of the engine, or of the router for None. After too many, quarantine the

@@ -46,6 +46,7 @@ from pipeline.errors import (
     RetryableError,
     SupersededError,
 )
+from pipeline.ports.affinity import Affinity
 from pipeline.ports.load import InFlight
 from pipeline.ports.weights import ComingCheck, WeightCheck
 from pipeline.spans import Stopwatch
@@ -82,8 +83,8 @@ T = TypeVar("T")
 
 class Fleet:
     """The engines of a membership. Requests go through a router, if there is one and it answers, except requests for
-    records of the engine (kept sets, experts), and all requests where keys and values are kept. A process may use it
-    from several event loops in sequence, but not from two at once."""
+    records of the engine (kept sets, experts), turns of episodes, and all requests where keys and values are kept. A
+    process may use it from several event loops in sequence, but not from two at once."""
 
     def __init__(self, membership: Membership, **settings: Unpack[FleetSettings]) -> None:
         self._request_deadline_s = settings["request_deadline_s"]
@@ -111,8 +112,11 @@ class Fleet:
             states.append(EngineState(*known))
         return tuple(states)
 
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Sample a group on one engine. Waits up to the request deadline while no engine is admitted. Raises
+    async def generate(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
+        """Sample a group on one engine: for a turn of an episode, on the one that holds its context, if that is
+        admitted. Waits up to the request deadline while no engine is admitted. Raises
         EngineUnavailableError when no engine came back, or after ATTEMPTS failed answers; FatalError after REFUSALS,
         and for a prompt that would crash SGLang."""
         most = math.inf if sampling.vocab_size is None else sampling.vocab_size
@@ -126,14 +130,14 @@ class Fleet:
         failures, refused_by = list[str](), list[int]()
         doubted, direct = set[PooledEngine](), False
         while len(failures) < ATTEMPTS:
-            engine = await self._admitted_engine(ends, doubted)
-            # The router (0.3.2) drops unknown fields of a request, such as those for records.
-            known = not (sampling.kept_set or sampling.experts is not None or self._keeps_kv)
-            routed = self._pool.entrance is not None and known
+            engine = await self._admitted_engine(ends, doubted, affinity)
+            # The router (0.3.2) drops unknown fields of a request, such as those for records, and chooses the engine.
+            own = sampling.kept_set or sampling.experts is not None or self._keeps_kv or affinity is not None
+            routed = self._pool.entrance is not None and not own
             suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
             asked = None if routed and not suspect and not direct else engine
             try:
-                return await self._ask(asked, prompt, num_samples, sampling)
+                return await self._ask(asked, prompt, num_samples, sampling, affinity)
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
                 # SGLang also answers 500 or 503 for reasons of one request: no memory for it, a full queue. Such an
@@ -259,14 +263,20 @@ class Fleet:
         await self._pool.close()
 
     async def _ask(
-        self, engine: PooledEngine | None, prompt: Sequence[int], num_samples: int, sampling: Sampling
+        self,
+        engine: PooledEngine | None,
+        prompt: Sequence[int],
+        num_samples: int,
+        sampling: Sampling,
+        affinity: Affinity | None,
     ) -> list[Completion]:
         """Return one answer of the engine, or of any engine behind the router for None."""
         oldest_allowed = self._oldest_allowed
         client = self._pool.entrance if engine is None else engine.client
         if client is None:
             raise EngineUnavailableError("the router has left; the request is asked again")
-        completions = await self._pool.ask(engine, client.generate(prompt, num_samples, sampling))
+        key = None if affinity is None else affinity.key
+        completions = await self._pool.ask(engine, client.generate(prompt, num_samples, sampling, key))
         oldest = min((version for c in completions for version in c.distinct_versions[:1]), default=None)
         if oldest is not None and oldest_allowed is not None and oldest < oldest_allowed:
             raise EngineVersionError(
@@ -275,17 +285,22 @@ class Fleet:
             )
         if engine is not None:
             engine.answers.good()
+        if affinity is not None:
+            for completion in completions:
+                affinity.answered(prompt, completion)
         return completions
 
-    async def _admitted_engine(self, ends: float, doubted: Collection[PooledEngine] = ()) -> PooledEngine:
-        """Return EnginePool.least_busy, once an engine is admitted. Raises EngineUnavailableError at time `ends`."""
+    async def _admitted_engine(
+        self, ends: float, doubted: Collection[PooledEngine], affinity: Affinity | None
+    ) -> PooledEngine:
+        """Return EnginePool.choose, once an engine is admitted. Raises EngineUnavailableError at time `ends`."""
         while True:
             if self._monitor is not None and self._monitor.done():
                 self._monitor.result()
             if not self._pool.admitted and self._monitor is None:
                 await self._share_resync()
             if self._pool.admitted:
-                return self._pool.least_busy(doubted)
+                return self._pool.choose(doubted, None if affinity is None else affinity.engine)
             self._pool.check_refusals()
             if time.monotonic() > ends:
                 quarantined = self._pool.quarantined[:3]

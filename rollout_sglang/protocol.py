@@ -63,6 +63,8 @@ class MetaInfo(Answer):
     weight_version: str
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    """Tokens of the prompt whose keys and values were in the cache."""
     weight_versions: list[VersionSpan] | None = None
     """Absent before 0.5.19."""
     input_token_logprobs: list[TokenLogprob] | None = None

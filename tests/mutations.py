@@ -529,9 +529,16 @@ MUTATIONS = (
     Mutation(
         "requests for kept sets go through the router, which drops the question",
         "rollout_sglang/fleet.py",
-        "self._pool.entrance is not None and known",
+        "self._pool.entrance is not None and not own",
         "self._pool.entrance is not None",
         (f"{UNIT}/rollout_sglang/test_fleet.py",),
+    ),
+    Mutation(
+        "turns of an episode go to any engine",
+        "rollout_sglang/engine_pool.py",
+        "engine.index != preferred, burden(engine)",
+        "burden(engine)",
+        (f"{UNIT}/rollout_sglang/test_affinity.py",),
     ),
     Mutation(
         "the end of a turn that an engine sampled is written again by the template",

@@ -243,6 +243,8 @@ class Completion:
     """[tokens] the TokenKind of each token of a row of an episode; None: a sample of one turn."""
     retractions: int = 0
     """How often it lost its keys and values to other requests, and was prefilled again."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that the engine did not prefill: their keys and values were there."""
 
     distinct_versions: tuple[int, ...] = field(init=False)
     """The distinct `versions`, ascending; computed once."""

@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +50,7 @@ from pipeline.data.store import BatchStore, LostBatch
 from pipeline.episodes.episode import Episode, EpisodeRunner
 from pipeline.episodes.host import EpisodeFailedError
 from pipeline.errors import DeadlineExceededError, FatalError, StoreError
+from pipeline.ports.affinity import Affinity, PrefixHits
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import (
     Allocator,
@@ -166,6 +168,7 @@ class Collector:
     """A task for each place whose group is unfinished. It may outlast its first batch."""
     _evaluation: asyncio.Task[None] | None = field(init=False, default=None)
     """The evaluation that runs beside the batches."""
+    _prefix_hits: PrefixHits = field(init=False, default_factory=PrefixHits)
     _unsolved: list[float] | None = field(init=False, default_factory=list)
     """The highest reward of each batch so far; None once a sample was solved, or the log says that none was."""
 
@@ -347,6 +350,7 @@ class Collector:
             samples=batch.num_episodes,
             **builder.figures(),
             **self.slots.figures(),
+            **self._prefix_hits.figures(),
             interrupted=interrupted,
             started=started,
             seconds=spent | dict(commit=time.time() - ready),
@@ -435,7 +439,7 @@ class Collector:
 
         has_begun = False
 
-        async def ask(tokens: tuple[int, ...], most: int) -> Completion:
+        async def ask(affinity: Affinity, tokens: tuple[int, ...], most: int) -> Completion:
             nonlocal has_begun
             [completion] = await self._sampler.sample(
                 replace(prompt, tokens=tokens),
@@ -444,11 +448,13 @@ class Collector:
                 priority=priority,
                 allowed=allowed,
                 begins=(lambda: None) if has_begun else begins,
+                affinity=affinity,
             )
             has_begun = True
             return completion
 
-        episodes = await gather_or_cancel([runner.run(prompt, ask) for _ in range(wanted)])
+        asks = [partial(ask, Affinity(self._prefix_hits)) for _ in range(wanted)]
+        episodes = await gather_or_cancel([runner.run(prompt, one) for one in asks])
         rows = [[row.completion for row in one.rows] for one in episodes]
         repeated = await beside_loop(num_repeated, rows, self.contract)
         return await self._score_episodes(prompt, episodes), repeated

@@ -22,6 +22,7 @@ from pipeline.data.batch import TEACHER_FAILED, Completion, Prompt, Sample, Samp
 from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import EventLog
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
+from pipeline.ports.affinity import Affinity
 from pipeline.rewards.pool import FailureWatch
 from pipeline.rollout.slots import Priority, Slots
 
@@ -56,10 +57,12 @@ class GroupSampler:
         priority: Priority,
         allowed: Callable[[int], bool],
         begins: Callable[[], None] = lambda: None,
+        affinity: Affinity | None = None,
     ) -> list[Completion]:
         """Sample `wanted` completions whose every token has an allowed version; a completion may mix versions. Missing
         samples are sampled again, so a dead engine or a newer policy costs only time. `begins` is called before each
-        request, until a sample is accepted. Raises DeadlineExceededError when no sample has come for `deadline_s`."""
+        request, until a sample is accepted. `affinity` is that of the episode of which this is a turn. Raises
+        DeadlineExceededError when no sample has come for `deadline_s`."""
         accepted: dict[int, Completion] = {}
         give_up: float | None = None
         failures = 0
@@ -70,7 +73,7 @@ class GroupSampler:
                     give_up += time.monotonic() - waited
                 if not accepted:
                     begins()
-                answers = await self._ask(prompt, missing, sampling)
+                answers = await self._ask(prompt, missing, sampling, affinity)
             fresh = {
                 member: answer
                 for member, answer in zip(missing, answers, strict=True)
@@ -102,14 +105,14 @@ class GroupSampler:
         return [accepted[member] for member in range(wanted)]
 
     async def _ask(
-        self, prompt: Prompt, members: Sequence[int], sampling: Sampling
+        self, prompt: Prompt, members: Sequence[int], sampling: Sampling, affinity: Affinity | None
     ) -> Sequence[Completion | RetryableError]:
         """Return, for each member, its completion or why there is none."""
         if self.interruption is not None:
             cuts = [(member, self.interruption) for member in members]
             return await gather_or_cancel([self._interrupted(prompt, *cut, sampling) for cut in cuts])
         try:
-            return await self.engines.generate(prompt.tokens, len(members), sampling)
+            return await self.engines.generate(prompt.tokens, len(members), sampling, affinity)
         except RetryableError as error:
             return [error] * len(members)
 

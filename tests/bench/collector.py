@@ -41,6 +41,7 @@ from pipeline.data.batch_format import arrays_of
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.ports.affinity import Affinity
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule
@@ -102,7 +103,9 @@ class OneEngine:
     def __init__(self, url: str) -> None:
         self._client = EngineClient(url, None, index=0, request_deadline_s=600.0)
 
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
         return await self._client.generate(prompt, num_samples, sampling)
 
     async def load(self, version: int, directory: Path, check: object = None) -> dict[str, float]:

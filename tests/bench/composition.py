@@ -29,6 +29,7 @@ from scipy import stats
 
 from pipeline.data.batch import Completion, Sampling
 from pipeline.data.run_directory import RunDirectory
+from pipeline.ports.affinity import Affinity
 from pipeline.rewards.pool import Verdict
 from pipeline.schedule import Schedule
 from pipeline.trainer.batches import describe
@@ -60,7 +61,9 @@ class Fleet:
         end = max(begun for begun, _ in self.spans)
         return sum(min(length, end - begun) for begun, length in self.spans) / (self.slots * end)
 
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
         if sampling.max_new_tokens == 1:  # of the evaluation
             if self.evaluation_s:
                 await asyncio.sleep(self.evaluation_s)

@@ -29,6 +29,7 @@ import numpy as np
 from pipeline.data.batch import Completion, Sampling
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
+from pipeline.ports.affinity import Affinity
 from pipeline.ports.load import EngineLoad
 from pipeline.rollout.slots import Slots
 from pipeline.schedule import Schedule
@@ -131,7 +132,9 @@ class Fleet:
     """What is told the loads; None: nothing is."""
     retractions: int = 0
 
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
         if sampling.max_new_tokens == 1:  # of the evaluation
             answer = Completion.given([3], [-0.5])
             return [replace(answer, versions=np.full(1, self.run.published_version(), np.int32))] * num_samples

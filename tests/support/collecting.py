@@ -16,6 +16,7 @@ from pipeline.data.batch import Batch, Completion, FinishReason, LogprobContract
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.ports.affinity import Affinity
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule
@@ -57,7 +58,9 @@ class PretendEngines:
     in_flight: int = 0
     most_in_flight: int = 0
 
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
         digits = self.tokenizer.decode(prompt).removesuffix("=")
         self.asked.append(digits)
         before = self.run.published_version()

@@ -19,6 +19,7 @@ import numpy as np
 from pipeline.data.batch import Completion, FinishReason, Sampling
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
+from pipeline.ports.affinity import Affinity
 from pipeline.ports.weights import WeightCheck
 from pipeline.rewards.pool import Verdict
 from pipeline.rollout.group_sampler import gather_or_cancel
@@ -89,7 +90,9 @@ class SimulatedFleet:
         self._resync: asyncio.Task[None] | None = None
         self._draw = room.world.random(f"fleet {room.world.me().name}")
 
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
         engine = await self._admitted(time.monotonic() + REQUEST_DEADLINE_S)
         plan, first = self._world.plan, engine.version
         assert first is not None

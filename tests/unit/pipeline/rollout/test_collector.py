@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.config.task_sections import SortDigitsTask
-from pipeline.data.batch import FINISH_REASONS, Batch
+from pipeline.data.batch import FINISH_REASONS, Batch, Completion, EpisodeFacts, Prompt, Row, Sampling, StopReason
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.episodes.episode import Ask, Episode
 from pipeline.errors import (
     DeadlineExceededError,
     EngineUnavailableError,
@@ -24,6 +27,7 @@ from pipeline.errors import (
     RewardError,
     SupersededError,
 )
+from pipeline.ports.affinity import Affinity
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.schedule import Schedule
 from pipeline.tasks import build_task
@@ -347,3 +351,46 @@ def test_a_batch_without_any_reward_is_not_committed(
     with pytest.raises(RewardError, match=rf"no sample of batch 0 has a reward: .* on all {PROMPTS * GROUP}"):
         collect(build(run, verifiers, Schedule(kind="sync", steps=1)))
     assert list(run.batches.glob("*.zip")) == []
+
+
+def test_turns_of_an_episode_ask_with_its_own_affinity_and_the_hits_are_told(
+    run: RunDirectory, verifiers: Verifiers
+) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1))
+    engines, asked = engines_of(collector), list[Affinity]()
+    original = engines.generate
+
+    async def generate(
+        prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
+        assert affinity is not None
+        [found] = await original(collector.prompts.prompt(0).tokens, num_samples, sampling, affinity)
+        asked.append(affinity)
+        affinity.answered(prompt, replace(found, cached_tokens=2))
+        return [found]
+
+    engines.generate = generate  # type: ignore[method-assign]
+    collector.episodes = TwoTurns()  # type: ignore[assignment]
+    collect(collector)
+    episodes = Counter(map(id, asked))
+    held_out = collector.settings.evaluation_prompts * collector.settings.evaluation_samples
+    assert set(episodes.values()) == {2}
+    assert len(episodes) >= PROMPTS * GROUP + held_out
+    [committed] = read_events(run.path, "committed")
+    assert 0.0 < committed["prefix_hits"] < 1.0
+    assert committed["prefix_hits"] * committed["prefix_tokens"] == pytest.approx(2 * (PROMPTS * GROUP + held_out))
+
+
+class TwoTurns:
+    """Episodes of two turns, the second behind the first."""
+
+    chat = SimpleNamespace(stop_tokens=())
+
+    async def run(self, prompt: Prompt, ask: Ask) -> Episode:
+        first = await ask(prompt.tokens, 20)
+        context = (*prompt.tokens, *first.tokens.tolist())
+        second = await ask(context, 20)
+        joined = Completion.joined([first, second], [()])
+        row = Row(prompt=prompt.tokens, completion=replace(joined, kinds=np.zeros(len(joined.tokens), np.uint8)))
+        facts = EpisodeFacts(stopped=StopReason.FINISHED, turns=1, tool_calls=0, tool_s=0.0)
+        return Episode(rows=(row,), facts=facts, text="", reward=float(len(prompt.text) % 2))

@@ -12,6 +12,7 @@ from pipeline.data.batch import FINISH_REASONS, Batch, Completion, Sampling
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
+from pipeline.ports.affinity import Affinity
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.group_sampler import Interruption
 from pipeline.schedule import Schedule
@@ -32,7 +33,9 @@ class Thinkers(PretendEngines):
     second_parts: list[Exception | str] = field(default_factory=list)
     """Faults of the first answers to continued prompts."""
 
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+    ) -> list[Completion]:
         text = self.tokenizer.decode(prompt)
         if text.endswith("=="):
             return [self._second_part(tuple(prompt), sampling)]

@@ -21,6 +21,7 @@ from pipeline.data.batch import Completion, Prompt, Sampling
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
+from pipeline.ports.affinity import Affinity
 from pipeline.rewards.pool import FailureWatch, Verifiers
 from pipeline.rollout.group_sampler import GroupSampler, Interruption, TeacherScores, gather_or_cancel
 from pipeline.rollout.slots import Slots
@@ -41,7 +42,9 @@ def test_a_prompt_that_waits_for_its_turn_after_a_failure_is_not_given_up(
     )
 
     class Engines:
-        async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        async def generate(
+            self, prompt: Sequence[int], num_samples: int, sampling: Sampling, affinity: Affinity | None = None
+        ) -> list[Completion]:
             if isinstance(answer := answers.pop(0), Exception):
                 raise answer
             return [answer]

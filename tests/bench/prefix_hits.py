@@ -1,0 +1,85 @@
+"""How much of their contexts turns of episodes find in the engines' caches: with affinity, and without it.
+
+Two real engines on the CPU, and as many episodes at once as they are given. Each turn continues the tokens of the turn
+before, with its answer and as many observed tokens. 1.0 is what one engine with an infinite cache would have had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from pipeline.data.batch import Sampling
+from pipeline.ports.affinity import Affinity, PrefixHits
+from pipeline.ports.weights import WeightCheck
+from rollout_sglang.fleet import Fleet
+from rollout_sglang.server.start import EngineSpec, free_port, start
+from tests.doubles.tiny_model import write_checkpoint
+from tests.support.fleets import fleet_of
+
+KEY = "a-key-of-the-bench"
+NEW_TOKENS = 16
+
+
+async def play(fleet: Fleet, episodes: int, turns: int, seed: int, *, with_affinity: bool) -> tuple[PrefixHits, float]:
+    """Play the episodes; return what they found in the caches, and the seconds."""
+    hits, draw, started = PrefixHits(), random.Random(seed), time.monotonic()
+
+    async def episode(own: random.Random) -> None:
+        affinity, context = Affinity(hits), [own.randrange(256) for _ in range(NEW_TOKENS)]
+        for _ in range(turns):
+            await asyncio.sleep(own.uniform(0.0, 0.05))  # the agent's own time
+            sampling = Sampling(max_new_tokens=NEW_TOKENS)
+            [answer] = await fleet.generate(context, 1, sampling, affinity if with_affinity else None)
+            if not with_affinity:
+                affinity.answered(context, answer)
+            context += [*answer.tokens.tolist(), *(own.randrange(256) for _ in range(NEW_TOKENS))]
+
+    await asyncio.gather(*(episode(random.Random(draw.random())) for _ in range(episodes)))
+    return hits, time.monotonic() - started
+
+
+async def main(folder: Path, model: Path, urls: list[str], episodes: int, turns: int) -> None:
+    for seed, with_affinity in enumerate((True, False, True, False)):
+        fleet = fleet_of(folder, urls, key=KEY)
+        try:
+            await fleet.load(0, model, WeightCheck(version=0))  # empties the caches
+            hits, seconds = await play(fleet, episodes, turns, seed, with_affinity=with_affinity)
+        finally:
+            await fleet.close()
+        tokens, share = hits.repeated, hits.cached / hits.repeated
+        print(f"affinity={with_affinity}: {share:.4f} of {tokens} tokens were cached; {seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--episodes", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=12)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        model = write_checkpoint(Path(root) / "model", 0)
+        specs = [
+            EngineSpec(
+                model=model,
+                port=free_port(),
+                precision="fp32",
+                dtype="float32",
+                log=Path(root) / f"{index}.log",
+                version=0,
+                api_key=KEY,
+            )
+            for index in range(given.engines)
+        ]
+        servers = [start(spec) for spec in specs]
+        try:
+            for server in servers:
+                server.wait_ready(300.0)
+            asyncio.run(main(Path(root), model, [spec.url for spec in specs], given.episodes, given.turns))
+        finally:
+            for server in servers:
+                server.kill()
