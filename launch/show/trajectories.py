@@ -130,9 +130,11 @@ def _parquet(file: BinaryIO) -> Iterator[Callable[[Rows], None]]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise MachineError(f"Parquet needs pyarrow; {pip_install('pyarrow')}, or write a .jsonl file") from error
-    numbers = ("reward", "advantage", "generated_s", "log_ratio_mean", "log_ratio_abs_max")
-    texts = ("source", "prompt", "answer", "metadata", "response", "finish")
+    numbers = ("reward", "advantage", "generated_s", "log_ratio_mean", "log_ratio_abs_max", "tool_s")
+    texts = ("source", "prompt", "answer", "metadata", "response", "finish", "stopped")
     types = {name: pa.float64() for name in numbers} | {name: pa.string() for name in texts}
+    said = pa.struct([("kind", pa.string()), ("tokens", pa.int64()), ("text", pa.string())])
+    types |= {"said": pa.list_(said), "turn_rewards": pa.list_(pa.float64())}
     types |= {"truncated": pa.bool_(), "reward_parts": pa.map_(pa.string(), pa.float64())}
     schema = pa.schema([(name, types.get(name, pa.int64())) for name in SAMPLE_COLUMNS])
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:

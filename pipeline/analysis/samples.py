@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.analysis.run_log import RunLog
-from pipeline.data.batch import FINISH_REASONS, VERIFIER_FAILED, Batch
+from pipeline.data.batch import FINISH_REASONS, VERIFIER_FAILED, Batch, StopReason, TokenKind
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
@@ -36,8 +36,9 @@ SAMPLE_COLUMNS = (
     *("reward", "reward_parts", "advantage", "finish"),
     *("truncated", "prompt_tokens", "response_tokens", "version_min", "version_max", "engine", "generated_s"),
     *("log_ratio_mean", "log_ratio_abs_max"),
+    *("episode", "branch_of", "branched_at", "turns", "turn_rewards", "stopped", "tool_calls", "tool_s", "said"),
 )
-"""The keys of a row of `sample_rows`, in order."""
+"""The keys of a row of `sample_rows`, in order. Those from `episode` on are None for samples of one turn."""
 MOST_METADATA = 2_000
 _SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
@@ -93,13 +94,15 @@ def sample_rows(
     learner_logprobs: NDArray[np.float32] | None = None,
     advantages: NDArray[np.float64] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one mapping a sample, of plain values that JSON and Parquet can hold.
+    """Yield one mapping a sample, or a row of an episode, of plain values that JSON and Parquet can hold.
 
     `answer` and `metadata` come from the task; `advantage` from `advantages`, or from the recipe for a whole batch.
     Unknown values are None. `prompt` and `response` are decoded with special tokens, and empty without a tokenizer.
     `reward` is None for a sample whose verifier failed. `log_ratio_mean` and `log_ratio_abs_max` are of learner minus
     engine, nats, over the tokens that an engine sampled and the learner scored; None without such a token, or without
-    `learner_logprobs` ([responses], natural log, under the batch's contract).
+    `learner_logprobs` ([responses], natural log, under the batch's contract). The rows of an episode follow each other
+    and have its number, `episode`; `branch_of` is the `sample` from which a row branched, or None, and `said` the
+    response by who said it: `kind` (of TokenKind), `tokens` (their number) and `text`.
     """
     if learner_logprobs is not None and learner_logprobs.shape != batch.rollout_logprobs.shape:
         raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.rollout_logprobs.shape}")
@@ -139,7 +142,49 @@ def sample_rows(
             generated_s=float(batch.generated_s[sample]),
             log_ratio_mean=float(known.mean()) if len(known) else None,
             log_ratio_abs_max=float(np.abs(known).max()) if len(known) else None,
+            **_of_episode(batch, sample, tokenizer),
         )
+
+
+def _of_episode(batch: Batch, sample: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the columns of SAMPLE_COLUMNS that only a row of an episode has."""
+    if (of := batch.episodes) is None:
+        return dict.fromkeys(SAMPLE_COLUMNS[SAMPLE_COLUMNS.index("episode") :])
+    tokens, first, turns = batch.sample_tokens(sample), int(batch.response_offsets[sample]), int(of.turns[sample])
+    response = tokens[int(batch.prompt_lengths[sample]) :].tolist()
+    before = int(of.turns[:sample].sum())
+    rewards = [] if of.turn_rewards is None else of.turn_rewards[before : before + turns].tolist()
+    return dict(
+        episode=int(of.number[sample]),
+        branch_of=int(of.branch_of[sample]) if of.branch_of[sample] >= 0 else None,
+        branched_at=int(of.branched_at[sample]),
+        turns=turns,
+        turn_rewards=[None if np.isnan(reward) else reward for reward in rewards],
+        stopped=StopReason(of.stopped[sample]).name.lower(),
+        tool_calls=int(of.tool_calls[sample]),
+        tool_s=float(of.tool_s[sample]),
+        said=[
+            dict(
+                kind=kind.name.lower(),
+                tokens=end - begin,
+                text="" if tokenizer is None else tokenizer.decode(response[begin - first : end - first], special=True),
+            )
+            for kind, begin, end in stretches(batch, sample)
+        ],
+    )
+
+
+def stretches(batch: Batch, sample: int) -> list[tuple[TokenKind, int, int]]:
+    """Return the kind, first token and end (exclusive), in the arrays [responses], of each longest run of tokens of one
+    kind in a response. That of a sample of one turn is one run."""
+    span = responses_of(batch, sample)
+    kinds = np.zeros(span.stop - span.start, np.uint8) if batch.token_kind is None else batch.token_kind[span]
+    borders = [0, *(1 + np.flatnonzero(np.diff(kinds))).tolist(), len(kinds)]
+    return [
+        (TokenKind(kinds[begin]), span.start + begin, span.start + end)
+        for begin, end in pairwise(borders)
+        if begin < end
+    ]
 
 
 def render_batch(
@@ -162,19 +207,32 @@ def render_batch(
         row["reward_parts"].pop(VERIFIER_FAILED, None)
         parts = ", ".join(f"{visible(name)} {value:g}" for name, value in row["reward_parts"].items())
         reward = "none: its verifier failed" if row["reward"] is None else f"{row['reward']:g}"
-        lines = dict(
-            prompt=visible(row["prompt"]),
-            answer=visible(row["answer"] or ""),
-            metadata=visible(metadata_text(row["metadata"])),
-            response=visible(row["response"]) or " ",
-            reward=f"{reward} ({parts})" if parts else reward,
-            advantage="" if row["advantage"] is None else f"{row['advantage']:.4g}",
-            finish=f"{row['finish']} after {row['response_tokens']} tokens, engine {row['engine']}, "
-            f"generated {row['generated_s']:.3g} s",
-            versions=span_text(row["version_min"], row["version_max"]),
-        )
-        yield from ("", f"sample {sample}, group {row['group']}")
-        yield from (f"  {name:<9} {text}" for name, text in lines.items() if text)
+        said, stopped = [("response", visible(row["response"]) or " ")], ""
+        if row["episode"] is not None:
+            said = [(one["kind"], visible(one["text"]) or " ") for one in row["said"]]
+            stopped = (
+                f"{row['stopped']}, {row['tool_calls']} tool calls, {row['tool_s']:.3g} s in tools and environment"
+            )
+        lines = [
+            ("prompt", visible(row["prompt"])),
+            ("answer", visible(row["answer"] or "")),
+            ("metadata", visible(metadata_text(row["metadata"]))),
+            *said,
+            ("reward", f"{reward} ({parts})" if parts else reward),
+            ("advantage", "" if row["advantage"] is None else f"{row['advantage']:.4g}"),
+            (
+                "finish",
+                f"{row['finish']} after {row['response_tokens']} tokens, engine {row['engine']}, "
+                f"generated {row['generated_s']:.3g} s",
+            ),
+            ("versions", span_text(row["version_min"], row["version_max"])),
+            ("episode", stopped),
+        ]
+        of = "" if row["episode"] is None else f", episode {row['episode']}"
+        if row["branch_of"] is not None:
+            of += f", branched from sample {row['branch_of']} behind {row['branched_at']} tokens"
+        yield from ("", f"sample {sample}, group {row['group']}{of}")
+        yield from (f"  {name:<9} {text}" for name, text in lines if text)
         if learner_logprobs is None:
             continue
         yield f"  {'token':<16}{'version':>8}{'rollout':>10}{'learner':>10}{'gap':>10}"
@@ -231,6 +289,14 @@ _LINES = "⏎\n"
 Pieces = Callable[[Sequence[int]], list[str]]
 
 
+class Said(NamedTuple):
+    """Tokens of one kind, with what stands above them; nothing does in a sample of one turn."""
+
+    kind: str
+    label: str
+    tokens: list[Token]
+
+
 class Token(NamedTuple):
     """A token as the page shows it: its color, the text under the pointer, and its own text."""
 
@@ -284,23 +350,19 @@ def write_samples(run_log: RunLog) -> Path | None:
         for group, of_group in facts.items():
             members = [row for row in rows if row["group"] == group]
             first = members[0]
-            ids = batch.sample_tokens(first["sample"])[: first["prompt_tokens"]].tolist()
-            prompt = visible("".join(pieces(ids)), _LINES)
-            before, after = len(prompt), 0
-            if before > MOST_PROMPT_CHARACTERS:  # shown are two thirds from its beginning and one from its end
-                after = MOST_PROMPT_CHARACTERS // 3
-                before = MOST_PROMPT_CHARACTERS - after
+            prompt = batch.sample_tokens(first["sample"])[: first["prompt_tokens"]].tolist()
+            episodes = groupby(members, key=lambda row: batch.episode[row["sample"]])
             shown = dict(
                 step=batch.index,
                 group=first["group"],
                 problem=first["problem"] if first["problem"] >= 0 else None,
                 source=None if first["source"] is None else visible(first["source"]),
-                prompt=(prompt[:before], len(prompt) - before - after, prompt[len(prompt) - after :]),
+                prompt=_shown_prompt(prompt, pieces),
                 answer=visible(first["answer"] or "", _LINES),
                 metadata=visible(metadata_text(first["metadata"])),
                 facts=of_group,
                 scored=learner is not None,
-                samples=[_shown_sample(batch, learner, row, pieces, most) for row in members],
+                samples=[_shown_sample(batch, learner, list(own), prompt, pieces, most) for _, own in episodes],
             )
             groups.append(shown)
     text = page(
@@ -313,7 +375,8 @@ def write_samples(run_log: RunLog) -> Path | None:
         held_out=_held_out(run, unread),
         unread=unread,
         no_answers=background.missing,
-        num_samples=len(lengths),
+        num_samples=sum(batch.num_episodes for batch, *_ in chosen),
+        has_episodes=any(batch.episodes is not None for batch, *_ in chosen),
         num_groups=num_groups,
         num_cut=sum(length > most for length in lengths),
         most_tokens=most,
@@ -346,14 +409,71 @@ def _held_out(run: RunDirectory, unread: list[str]) -> list[dict[str, Any]]:
     return shown
 
 
+def _shown_prompt(tokens: Sequence[int], pieces: Pieces) -> tuple[str, int, str]:
+    """Return a prompt's text; of a long one two thirds of what is shown from its beginning, how many characters are
+    left out, and one third from its end."""
+    text = visible("".join(pieces(tokens)), _LINES)
+    before, after = len(text), 0
+    if before > MOST_PROMPT_CHARACTERS:
+        after = MOST_PROMPT_CHARACTERS // 3
+        before = MOST_PROMPT_CHARACTERS - after
+    return text[:before], len(text) - before - after, text[len(text) - after :]
+
+
 def _shown_sample(
-    batch: Batch, learner: NDArray[np.float32] | None, row: dict[str, Any], pieces: Pieces, most: int
+    batch: Batch,
+    learner: NDArray[np.float32] | None,
+    rows: Sequence[dict[str, Any]],
+    prompt: Sequence[int],
+    pieces: Pieces,
+    most: int,
 ) -> dict[str, Any]:
-    """Return the template's values for a sample. A long response is cut to two thirds of `most` from its beginning and
-    one third from its end. `worst` is the largest gap and the position of its token in the response, from 1, shown or
-    not."""
+    """Return the template's values for a sample, or an episode of some `rows`. A row shows what the model read before
+    it unless that stands elsewhere on the page: in the group's `prompt`, or in the row from which it branched."""
+    first, shown, turns = rows[0], list[dict[str, Any]](), 0
+    numbers = {row["sample"]: number for number, row in enumerate(rows, start=1)}
+    for row in rows:
+        before = batch.sample_tokens(row["sample"])[: row["prompt_tokens"]].tolist()
+        branch = None
+        if (of := row["branch_of"]) is not None:
+            at, before = row["branched_at"], before[row["branched_at"] :]
+            place = at - int(batch.prompt_lengths[of]) + int(batch.response_offsets[of])
+            own = sum(kind is TokenKind.SAMPLED and end <= place for kind, _, end in stretches(batch, of))
+            branch = (
+                f"branches from row {numbers[of]}, {f'behind {own} of its turns' if own else 'before its first turn'}"
+            )
+        elif before == prompt:
+            before = []
+        found = _shown_row(batch, learner, row, turns, pieces, most)
+        shown.append(found | dict(branch=branch, prompt=_shown_prompt(before, pieces) if before else None))
+        turns += row["turns"] or 0
+    episode = None
+    if first["episode"] is not None:
+        episode = dict(turns=turns, tool_calls=first["tool_calls"], tool_s=first["tool_s"])
+        episode |= dict(stopped=first["stopped"].replace("_", " "))
+    return dict(
+        reward=None if first["reward"] is None else f"{first['reward']:.4g}",
+        parts={visible(name): f"{value:.4g}" for name, value in first["reward_parts"].items()},
+        advantage=None if first["advantage"] is None else f"{first['advantage']:.4g}",
+        episode=episode,
+        rows=shown,
+    )
+
+
+def _shown_row(
+    batch: Batch,
+    learner: NDArray[np.float32] | None,
+    row: dict[str, Any],
+    turns_before: int,
+    pieces: Pieces,
+    most: int,
+) -> dict[str, Any]:
+    """Return the template's values for a row; its episode has `turns_before` it in other rows. A long response is cut
+    to two thirds of `most` from its beginning and one third from its end. `worst` is the largest gap and the position
+    of its token in the response, from 1, shown or not."""
     span, oldest, newest = responses_of(batch, row["sample"]), row["version_min"], row["version_max"]
     ids = batch.sample_tokens(row["sample"])[row["prompt_tokens"] :].tolist()
+    is_episode = row["episode"] is not None
     before, after = (len(ids), 0) if len(ids) <= most else (most - most // 3, most // 3)
     worst, unseen = None, False
     if learner is not None and len(ids):
@@ -362,11 +482,11 @@ def _shown_sample(
         unseen = bool(batch.loss_mask[span].any() and not looked_at(batch, learner)[span].any())
 
     def tokens(first: int, end: int) -> Iterator[Token]:
-        for place, piece in enumerate(pieces(ids[first:end]), start=span.start + first):
+        for place, piece in enumerate(pieces(ids[first - span.start : end - span.start]), start=first):
             text, rollout = visible(piece, _LINES), float(batch.rollout_logprobs[place])
             chance = f"p {np.exp(min(rollout, 0.0)):.3g}"
             if not batch.loss_mask[place]:
-                yield Token("unsampled", "not sampled by an engine", text)
+                yield Token("unsampled", "left out of the loss" if is_episode else "not sampled by an engine", text)
             elif learner is None:
                 yield Token("", chance, text)
             elif np.isnan(learner[place]):
@@ -378,18 +498,33 @@ def _shown_sample(
                 # The CSS class, such as `more2` where the learner's probability is higher.
                 yield Token(color if np.isfinite(gap) else "broken", f"{gap:+.2g}, {chance}", text)
 
+    def said(first: int, end: int) -> Iterator[Said]:
+        turn = 0
+        for kind, low, high in stretches(batch, row["sample"]):
+            turn, label = turn + (kind is TokenKind.SAMPLED), kind.name.lower() if is_episode else ""
+            low, high = max(low, span.start + first), min(high, span.start + end)
+            if low >= high:
+                continue
+            if kind is not TokenKind.SAMPLED:
+                text = visible("".join(pieces(ids[low - span.start : high - span.start])), _LINES)
+                label = "repeated: trained in another row" if kind is TokenKind.REPEATED else label
+                yield Said(kind.name.lower(), label, [Token("", "masked", text)])
+                continue
+            if is_episode:
+                label = f"turn {turns_before + turn}"
+                if row["turn_rewards"] and (reward := row["turn_rewards"][turn - 1]) is not None:
+                    label += f", reward {reward:.4g}"
+            yield Said("sampled", label, list(tokens(low, high)))
+
     return dict(
-        reward=None if row["reward"] is None else f"{row['reward']:.4g}",
-        parts={visible(name): f"{value:.4g}" for name, value in row["reward_parts"].items()},
-        advantage=None if row["advantage"] is None else f"{row['advantage']:.4g}",
         finish=row["finish"],
-        truncated=row["truncated"],
+        truncated=row["truncated"] and not is_episode,
         num_tokens=len(ids),
         versions=span_text(oldest, newest),
         ages="–" if oldest is None else span_text(batch.index - newest, batch.index - oldest),
-        head=list(tokens(0, before)),
+        head=list(said(0, before)),
         num_left_out=len(ids) - before - after,
-        tail=list(tokens(len(ids) - after, len(ids))),
+        tail=list(said(len(ids) - after, len(ids))),
         worst=worst,
         unseen=unseen,
     )

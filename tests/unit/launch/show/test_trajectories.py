@@ -18,7 +18,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
-from tests.support.batches import CONTRACT, batch_of_rewards
+from tests.support.batches import CONTRACT, batch_of_episodes, batch_of_rewards
 from tests.support.runs import evenkeel
 from tests.support.written_runs import write_run
 
@@ -61,6 +61,20 @@ def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: 
     assert rows[0]["log_ratio_mean"] == pytest.approx(float(gaps[:first].mean()), abs=1e-6)
     assert rows[1]["log_ratio_abs_max"] == pytest.approx(float(np.abs(gaps[first:]).max()), abs=1e-6)
     assert rows[0]["response_tokens"] == first
+
+
+def test_rows_of_episodes_are_the_same_in_both_formats(run: RunDirectory, tmp_path: Path) -> None:
+    contract = replace(CONTRACT, tokenizer_sha256=Tokenizer.load(tmp_path / "base").sha256)
+    sampled = batch_of_episodes([[1.0, 0.0]], forked=True, index=1, seed=3, vocabulary=40, contract=contract)
+    BatchStore(run.batches).commit(sampled)
+    for kind in ("parquet", "jsonl"):
+        export(run.path, tmp_path / f"out.{kind}", first=1)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row | dict(reward_parts={}, metadata=json.loads(row["metadata"])) for row in rows] == lines
+    assert sampled.episodes is not None
+    assert [line["episode"] for line in lines] == sampled.episodes.number.tolist()
+    assert [sum(one["tokens"] for one in line["said"]) for line in lines] == sampled.response_lengths.tolist()
 
 
 def test_a_sample_that_the_learner_has_not_looked_at_has_no_log_ratio(run: RunDirectory, tmp_path: Path) -> None:

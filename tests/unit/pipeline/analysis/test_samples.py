@@ -17,6 +17,7 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.analysis.report import write_report
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.samples import (
+    SAMPLE_COLUMNS,
     Background,
     choose,
     render_batch,
@@ -24,13 +25,13 @@ from pipeline.analysis.samples import (
     visible,
     write_samples,
 )
-from pipeline.data.batch import Batch, Completion, DroppedGroup, Group, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, DroppedGroup, EpisodeFacts, Group, Prompt, Sample, StopReason
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.rollout.evaluation import kept_responses
 from pipeline.tasks import build_task
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
-from tests.support.batches import CONTRACT, batch_of_rewards
+from tests.support.batches import CONTRACT, batch_of_rewards, episode
 from tests.support.written_runs import write_run
 
 HOSTILE = "</script><script>document.title=1</script></b>\"'><img src=x onerror=a()>{{7*7}}&lt;\x00\x1b\u202e\n"
@@ -107,6 +108,25 @@ class Written:
         BatchStore(self.run.batches).commit(batch)
         return batch
 
+    def commit_episodes(self, *samples: Sample) -> Batch:
+        """Batch 0, of one group of episodes that begin with the prompt "go="."""
+        prompt = Prompt(group=0, text="", answer="", tokens=tuple(self.tokenizer.encode("go=")))
+        batch = Batch.from_groups(
+            0,
+            [Group(prompt=prompt, samples=samples)],
+            contract=replace(CONTRACT, tokenizer_sha256=self.tokenizer.sha256),
+            dropped=(),
+            next_group=1,
+            recipe_sha256="cd" * 32,
+        )
+        BatchStore(self.run.batches).commit(batch)
+        return batch
+
+    def episode(self, *said: str, prompt: str = "go=", **how: Any) -> Sample:
+        """An episode of turns and, between them, what a tool said."""
+        ids = [self.tokenizer.encode(text) for text in said]
+        return episode(ids[::2], ids[1::2], prompt=self.tokenizer.encode(prompt), **how)
+
     def _completion(self, text: str, index: int) -> Completion:
         tokens = self.tokenizer.encode(text)
         return Completion.given(tokens, [-0.5] * len(tokens), version=max(index - 1, 0))
@@ -148,6 +168,72 @@ def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Wr
     ):
         assert expected in page
     assert "has not scored" not in page
+
+
+def forked_and_late(written: Written) -> Batch:
+    """An episode with a branch behind its first turn, and one that a budget ended."""
+    forked = EpisodeFacts(
+        stopped=StopReason.FINISHED, turns=3, tool_calls=2, tool_s=1.5, turn_rewards=(np.nan, 0.5, np.nan)
+    )
+    late = EpisodeFacts(stopped=StopReason.WALL_CLOCK, turns=1)
+    return written.commit_episodes(
+        written.episode("ab", "12", "cd", "3", "e", fork=1, facts=forked, reward=1.0),
+        written.episode("x", prompt="other=", facts=late),
+    )
+
+
+def test_an_episode_is_a_conversation_with_masks_gaps_rewards_by_turn_and_branches(written: Written) -> None:
+    batch = forked_and_late(written)
+    gaps = np.zeros(batch.num_response_tokens, np.float32)
+    gaps[3] = 0.3  # the second token of turn 2
+    written.run.write_logprobs(0, np.where(batch.loss_mask, batch.rollout_logprobs + gaps, 0.0).astype(np.float32))
+    page = written.page()
+    assert Page(page).texts == ["go=", "turn 1ab", "12", "turn 2, reward 0.5cdtool3turn 3e", "other=", "turn 1x"], (
+        "what the model read before stands there once: the group's prompt, what follows a branch, another prompt"
+    )
+    for expected in (
+        "<p>3 turns, 2 tool calls,\n1.5 s in tools and environment, finished</p>",
+        '1 turn, 0 tool calls,\n0 s in tools and environment, stopped: <span class="warn">wall clock</span>',
+        "<strong>Row 2 branches from row 1, behind 1 of its turns</strong>: 4 tokens, stop,",
+        '<b title="+0, p 0.368">c</b><b class="more3" title="+0.3, p 0.368">d</b></span>',
+        '<span class="said tool"><small>tool</small><b title="masked">3</b></span>',
+        "2 samples of 1 of the 1 groups",
+        "2 of 2 samples",
+    ):
+        assert expected in page
+
+
+def test_a_long_episode_is_cut_in_the_middle_and_keeps_its_turns_numbers(written: Written) -> None:
+    said = [text for turn in range(300) for text in ("abcdefghij" * 12, "0123456789" * 12)][:-1]
+    facts = EpisodeFacts(stopped=StopReason.FINISHED, turns=300)
+    written.commit_episodes(written.episode(*said, facts=facts))
+    page = written.page()
+    assert "1 response of more than 48000 tokens is cut in the middle." in page
+    [text] = [text for text in Page(page).texts if "left out" in text]
+    assert re.findall("turn ([0-9]+)", text)[132:136] == ["133", "134", "234", "235"]
+
+
+def test_what_was_said_in_an_episode_is_text_beside_its_numbers(written: Written) -> None:
+    batch = forked_and_late(written)
+    rows = list(sample_rows(batch, written.tokenizer, Background(written.run.path)))
+    assert [list(row) for row in rows] == [list(SAMPLE_COLUMNS)] * 3
+    names = ("episode", "branch_of", "branched_at", "turns", "turn_rewards", "stopped", "tool_calls")
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        (0, None, 0, 1, [None], "finished", 2),
+        (0, 0, 5, 2, [0.5, None], "finished", 2),
+        (1, None, 0, 1, [None], "wall_clock", 0),
+    ]
+    assert [(one["kind"], one["tokens"], one["text"]) for one in rows[1]["said"]] == [
+        ("sampled", 2, "cd"),
+        ("tool", 1, "3"),
+        ("sampled", 1, "e"),
+    ]
+    text = text_of(written, batch)
+    assert "sample 1, group 0, episode 0, branched from sample 0 behind 5 tokens" in text
+    assert [line for line in text if line.startswith(("  sampled", "  tool"))][1:3] == [
+        "  sampled   cd",
+        "  tool      3",
+    ]
 
 
 def test_no_text_of_a_run_gets_out_of_its_place(written: Written) -> None:
