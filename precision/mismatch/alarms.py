@@ -137,6 +137,15 @@ RULES = (
         source="a group of one sample has no contrast; the chance is below one in 10^13 (rollout.batch_builder)",
     ),
     Rule(
+        name="episodes_given_up",
+        what="the number of groups that a batch is without, because an episode's environment or agent failed twice,",
+        path=("episodes", "given_up"),
+        wrong="above",
+        bound=0.0,
+        to_do="the event episode_failed says why: mend the environment, agent or tool, or raise episode.step_s",
+        source="a fault is no reward of 0, so what fails on hard tasks leaves the easy ones; the bound is ours",
+    ),
+    Rule(
         name="trained_shorter",
         what="the share of the tokens that moved to shorter answers, of those trained against those issued,",
         path=("trained_shorter",),

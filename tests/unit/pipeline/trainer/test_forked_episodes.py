@@ -20,6 +20,7 @@ from pipeline.ports.learner import Update
 from pipeline.rollout.batch_builder import attempts
 from pipeline.trainer.batches import asked_solve_rate, describe, merge_updates
 from precision.corrections import MIS, OPSM, TIS, Correction, IcePop, NoCorrection, Rejection
+from precision.mismatch.alarms import alarms
 from precision.mismatch.statistics import Mismatch, StepTokens
 from precision.objectives.clipped import GSPO, Clipped, Decoupled
 from precision.objectives.m2po import M2PO
@@ -253,7 +254,10 @@ def test_metrics_count_episodes() -> None:
     )
     dropped = (DroppedGroup(group=90, reason="", kind="failed"), DroppedGroup(group=91, reason="", kind="unfit"))
     assert ours["episodes"]["given_up"] == 0.0
-    assert describe(dataclasses.replace(one, dropped=dropped), 3, 0.5)["episodes"]["given_up"] == 1.0
+    without = describe(dataclasses.replace(one, dropped=dropped), 3, 0.5)
+    assert without["episodes"]["given_up"] == 1.0
+    found = [{alarm.rule.name for alarm in alarms(line, quantized=False)} for line in (ours, without)]
+    assert found[1] - found[0] == {"episodes_given_up"}
     assert asked_solve_rate(one, 0.5) == asked_solve_rate(two, 0.5)
     assert attempts(one, 0.5) == attempts(two, 0.5)
     assert mean_age(one, 2) == mean_age(two, 2)

@@ -26,6 +26,8 @@ def with_value(rule: Rule, value: float) -> dict[str, Any]:
     """HEALTHY but for one statistic."""
     if len(rule.path) == 1:
         return HEALTHY | {rule.path[0]: value}
+    if len(rule.path) == 2:
+        return HEALTHY | {rule.path[0]: {rule.path[1]: value}}
     fresh = HEALTHY["mismatch"]["age"]["0"] | {rule.path[-1]: value}
     return HEALTHY | dict(mismatch=dict(age={"0": fresh}))
 
@@ -72,6 +74,7 @@ def test_a_value_next_to_its_bound_is_told_from_it() -> None:
 def test_statistics_of_a_step_have_what_the_rules_read() -> None:
     measured = Mismatch.of_step(random_tokens(0, [400], spread=0.5))
     line = measured.statistics() | dict(mismatch=measured.by_split(), truncated_share=0.0, lag_max=0.0)
+    line |= dict(episodes=dict(given_up=0.0))
     line |= dict.fromkeys(("repeated_samples", "trained_shorter", "trained_easier"), 0.0)
     assert [rule.name for rule in RULES if rule.value(line) is None] == []
     assert "fresh_probability_error_high" in names(line)
