@@ -452,8 +452,9 @@ def times_and_speeds(run_log: RunLog, marks: Sequence[int]) -> tuple[str, list[F
         figures.append(Figure(title, svg))
     batches = run_log.of_kind("committed")
     uses = line_of(((event["batch"], number(event, "kv_use")) for event in batches), "in use", "green")
+    hits = line_of(((event["batch"], number(event, "prefix_hits")) for event in batches), "prefix hits", "violet")
     title = "Keys and values of the engines"
-    if svg := curve(title, [uses], percent=True, floor=0.0, marks=marks):
+    if svg := curve(title, [uses, hits], percent=True, floor=0.0, marks=marks):
         figures.append(Figure(title, svg))
     title = "Model FLOPs utilization (MFU)"
     if svg := curve(title, mfu, percent=True, floor=0.0, marks=marks):

@@ -82,6 +82,19 @@ def test_an_engine_takes_inputs_as_long_as_its_context(engine: TinyEngine) -> No
     assert len(scored) == engine.spec.context_tokens - 1
 
 
+def test_a_turn_finds_all_of_the_one_before_it_but_the_token_that_ended_it(engine: TinyEngine) -> None:
+    prompt = [*ROWS[1], 11, 7]
+
+    async def turns(client: EngineClient) -> tuple[list[int], int]:
+        [first] = await client.generate(prompt, 1, Sampling(max_new_tokens=20))
+        context = [*prompt, *first.tokens.tolist()]
+        [second] = await client.generate([*context, 5, 6], 1, Sampling(max_new_tokens=4))
+        return context, second.cached_tokens
+
+    context, cached = engine.ask(turns)
+    assert cached == len(context) - 1
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_those_of_transformers(engine: TinyEngine, temperature: float) -> None:
     engine.load(0)

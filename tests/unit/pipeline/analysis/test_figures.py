@@ -180,7 +180,9 @@ def test_the_use_of_keys_and_values_is_drawn_where_engines_tell_it(tmp_path: Pat
     log = EventLog(run, "collector-000002")
     for batch in range(2):
         log.event("committed", batch=batch, samples=8, in_flight=5, retractions=0, kv_use=0.7 + 0.1 * batch)
-    assert title in drawn(RunLog.read(run))
+    assert "prefix hits" not in drawn(RunLog.read(run))[title]
+    log.event("committed", batch=2, samples=8, prefix_tokens=90, prefix_hits=0.5, prefix_published=0)
+    assert "prefix hits, 2: 0.5" in drawn(RunLog.read(run))[title]
 
 
 def test_mfu_by_hand(tmp_path: Path) -> None:
