@@ -66,8 +66,7 @@ def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> Collect
         prompts_per_batch=rollout.prompts_per_batch,
         group_size=rollout.group_size,
         sampling=build_sampling(recipe),
-        # A prompt's answers are one request, but each turn of an episode is one.
-        concurrent_prompts=rollout.concurrent_prompts * (1 if recipe.episode is None else rollout.group_size),
+        concurrent_prompts=rollout.concurrent_prompts,
         engines=len(rollout.urls) or rollout.engines,
         max_prompt_tokens=rollout.context_tokens - rollout.max_new_tokens,
         evaluate_every=evaluation.every,

@@ -149,6 +149,8 @@ class Collector:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to end in order: no more prompts are asked, and those in flight are asked again at the next start."""
     slots: Slots = field(init=False)
+    _episode_groups: Slots = field(init=False)
+    """Groups whose episodes are under way: each has processes and folders, whether it asks an engine or not."""
     _sampler: GroupSampler = field(init=False)
     _solved: SolvedPromptFilter = field(init=False)
     _allocator: Allocator = field(init=False)
@@ -174,7 +176,10 @@ class Collector:
 
     def __post_init__(self) -> None:
         say, settings = noted_in(self.event_log.event), self.settings
-        self.slots = Slots(settings.concurrent_prompts, engines=settings.engines)
+        # A prompt's answers are one request, but each turn of an episode is one.
+        requests = settings.concurrent_prompts * (1 if self.episodes is None else settings.group_size)
+        self.slots = Slots(requests, engines=settings.engines)
+        self._episode_groups = Slots(settings.concurrent_prompts)
         self._sampler = GroupSampler(
             engines=self.engines,
             slots=self.slots,
@@ -454,7 +459,8 @@ class Collector:
             return completion
 
         asks = [partial(ask, Affinity(self._prefix_hits)) for _ in range(wanted)]
-        episodes = await gather_or_cancel([runner.run(prompt, one) for one in asks])
+        async with self._episode_groups.acquire(priority):
+            episodes = await gather_or_cancel([runner.run(prompt, one) for one in asks])
         rows = [[row.completion for row in one.rows] for one in episodes]
         repeated = await beside_loop(num_repeated, rows, self.contract)
         return await self._score_episodes(prompt, episodes), repeated
