@@ -56,7 +56,7 @@ async def build_episodes(
             budget=Budget(
                 turns=section.turns,
                 new_tokens=recipe.rollout.max_new_tokens,
-                sampled_tokens=section.sampled_tokens or section.turns * recipe.rollout.max_new_tokens,
+                sampled_tokens=recipe.most_sampled_tokens,
                 context_tokens=recipe.rollout.context_tokens,
                 tool_calls=section.tool_calls,
                 seconds=section.agent_s,

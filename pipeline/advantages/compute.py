@@ -69,7 +69,7 @@ class AdvantageComputer:
         return AdvantageComputer(
             section=recipe.advantage,
             estimator=recipe.advantage.estimator(),
-            max_new_tokens=recipe.rollout.max_new_tokens,
+            max_new_tokens=recipe.most_sampled_tokens,
             overlong=recipe.reward.overlong,
             solved_at=recipe.reward.solved_at,
             distillation=recipe.distillation,

@@ -275,6 +275,12 @@ class Recipe(Section):
         return self.schedule.lag if self.reads_sampling_logprobs and isinstance(self.schedule, AsyncSchedule) else 0
 
     @property
+    def most_sampled_tokens(self) -> int:
+        """The most tokens that the policy samples in an attempt: an answer, or an episode."""
+        longest, episode = self.rollout.max_new_tokens, self.episode
+        return longest if episode is None else episode.sampled_tokens or episode.turns * longest
+
+    @property
     def directory(self) -> Path:
         return self.run.root / self.run.name
 
