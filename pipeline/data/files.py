@@ -97,6 +97,15 @@ def is_there(path: Path) -> bool:
     return path.exists()
 
 
+def drop_listing(folder: Path) -> None:
+    """Have this host list a folder anew: it may remember an older listing for a minute, until it changes the folder
+    itself. A folder that is not there stays so."""
+    probe = temporary_name(folder / "listing")
+    with suppress(FileNotFoundError):
+        probe.mkdir()
+        probe.rmdir()
+
+
 def changed_ns(folder: Path) -> int:
     """Return a time in ns that changes when a file of the folder comes, goes or is replaced; 0 without a folder."""
     with suppress(FileNotFoundError):

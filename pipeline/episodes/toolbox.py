@@ -38,6 +38,9 @@ class Toolbox:
         """What the episode's Python code has defined."""
 
     async def reset(self, task: Mapping[str, Any]) -> list[Any]:  # noqa: ARG002
+        # Under bubblewrap the user's folder may be mounted somewhere below the only writable folder.
+        os.environ["HOME"] = os.path.join(os.environ["TMPDIR"], "work")
+        os.makedirs(os.environ["HOME"], exist_ok=True)
         os.chdir(os.environ["HOME"])
         return []
 

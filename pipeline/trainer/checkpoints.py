@@ -43,6 +43,7 @@ from pipeline.data.checksums import (
 from pipeline.data.files import (
     as_disk_full,
     await_visible,
+    drop_listing,
     fsync_directory,
     machine_failure,
     make_folder,
@@ -210,11 +211,7 @@ class Checkpoints:
     def _newest(self) -> tuple[int, dict[str, float]] | None:
         """Return step and loop state of the newest checkpoint, after comparing its files' sizes with COMMIT. Raises
         CorruptCheckpointError unless the state is numbers by name."""
-        # This host may cache a listing for a minute; changing the folder itself drops the cache. An older checkpoint
-        # would also do, at the cost of training twice.
-        probe = temporary_name(self.directory / "listing")
-        probe.mkdir()
-        probe.rmdir()
+        drop_listing(self.directory)  # an older checkpoint would also do, at the cost of training twice
         committed = committed_steps(self.directory)
         if not committed:
             return None

@@ -35,7 +35,7 @@ from pipeline.background import ANSWER_S, DiagnosticsWriter, tell_when_done
 from pipeline.control.step_controller import StepController, mean_age
 from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventKind, EventLog
-from pipeline.data.files import remove_leftovers
+from pipeline.data.files import drop_listing, remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import REMOVED
@@ -109,6 +109,7 @@ class Trainer:
         written = (self.run.policies, self.run.mismatch, self.run.logprobs, self.run.checkpoints)
         for folder in (*written, self.run.batches / REMOVED):
             tell_when_done(self.learner, partial(remove_leftovers, folder, self.run.fence))
+        tell_when_done(self.learner, partial(drop_listing, self.run.published))  # else engines may get an older version
         first, state = self.checkpoints.restore(self.learner, self._versions)
         self._saved = first
         if first == self.schedule.steps:  # no checkpoint follows: an earlier start may have been killed after its last
