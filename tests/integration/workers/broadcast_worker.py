@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import torch
@@ -233,6 +234,16 @@ class Rank:
             time.sleep(0.1)
         pid = int(mended.read_text())
         self.task["pids"][1] = pid
+        answers = 0
+        while self.here and answers < 3:  # a publish gives it a second, which a process that was just woken may need
+            assert time.monotonic() < ends, "the mended engine does not answer"
+            try:
+                url = self.task["urls"][1]
+                headers = {"Authorization": f"Bearer {self.task['key']}"}
+                httpx.get(f"{url}/model_info", headers=headers, timeout=0.5, trust_env=False).raise_for_status()
+                answers += 1
+            except httpx.HTTPError:
+                answers = 0
         dist.barrier()
 
 
