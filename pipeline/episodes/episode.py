@@ -18,11 +18,10 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline import spans
 from pipeline.data.batch import Completion, EpisodeFacts, Prompt, Row, StopReason
@@ -31,10 +30,12 @@ from pipeline.episodes.chat_format import ChatFormat, Message
 from pipeline.episodes.host import EpisodeFailedError, EpisodeHost, Pipe
 from pipeline.episodes.rows import EpisodeRows
 from pipeline.errors import EvenKeelError
+from pipeline.rewards.messages import is_number
 from precision.text import one_line
 
 if TYPE_CHECKING:
     from pipeline.episodes.tools import Tools, Workspace
+    from rollout_sglang.gateway.server import Gateway
 
 _LEFT_OUT = "\n[… {count} bytes left out]"
 _MOST_OUTPUT_BYTES = 1 << 20
@@ -203,21 +204,6 @@ class Session:
             self._stop_clock()
 
 
-class Endpoint(Protocol):
-    """The gateway, as episodes use it."""
-
-    @property
-    def url(self) -> str:
-        """Address without a path, such as http://127.0.0.1:40123."""
-        ...
-
-    def open(self, session: Session) -> str:
-        """Return the key by which an agent reaches the session."""
-        ...
-
-    def close(self, key: str) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Episode:
     """A finished episode, before it is scored."""
@@ -245,23 +231,19 @@ class EpisodeRunner:
     """Arguments of each environment."""
     command: tuple[str, ...] = ()
     """The command of an agent that speaks to the gateway."""
-    gateway: Endpoint | None = None
+    gateway: Gateway | None = None
     tools: Tools | None = None
     event_log: EventLog
-    branches: Counter[str] = field(default_factory=Counter)
-    """Reason → branches of finished episodes."""
 
     async def run(self, prompt: Prompt, ask: Ask) -> Episode:
         """Run one episode, at most twice. Raises EpisodeFailedError when it failed both times."""
-        try:
-            return await self._once(prompt, ask)
-        except EpisodeFailedError as error:
-            self.event_log.event("episode_failed", group=prompt.group, again=True, reason=str(error))
-        try:
-            return await self._once(prompt, ask)
-        except EpisodeFailedError as error:
-            self.event_log.event("episode_failed", group=prompt.group, again=False, reason=str(error))
-            raise
+        for again in (True, False):
+            try:
+                return await self._once(prompt, ask)
+            except EpisodeFailedError as error:
+                self.event_log.event("episode_failed", group=prompt.group, again=again, reason=str(error))
+                failed = error
+        raise failed
 
     async def _once(self, prompt: Prompt, ask: Ask) -> Episode:
         session = Session(self.chat, ask, self.budget)
@@ -287,9 +269,6 @@ class EpisodeRunner:
             raise EpisodeFailedError(
                 f"it ended without a turn ({(session.stopped or StopReason.FINISHED).name.lower()})"
             )
-        self.branches.update(session.rows.branches)
-        if reward is not None and not math.isfinite(reward):
-            raise EpisodeFailedError(f"its reward is {reward}, expected a finite number")
         facts = EpisodeFacts(
             stopped=session.stopped if session.stopped is not None else StopReason.FINISHED,
             turns=session.turns,
@@ -298,7 +277,7 @@ class EpisodeRunner:
             turn_rewards=tuple(turn_rewards) if any(map(math.isfinite, turn_rewards)) else (),
         )
         text = str((session.last or {}).get("content") or "")
-        if reward is None and turn_rewards and facts.turn_rewards:
+        if reward is None and facts.turn_rewards:
             reward = math.fsum(one for one in turn_rewards if math.isfinite(one))
         return Episode(rows=rows, facts=facts, text=text, reward=reward)
 
@@ -330,7 +309,7 @@ class EpisodeRunner:
 
     async def _in_environment(
         self, session: Session, workspace: Workspace | None, prompt: Prompt, turn_rewards: list[float]
-    ) -> float | None:
+    ) -> None:
         """Alternate between the policy and an environment. Fill in a reward for each turn, NaN for none."""
         assert self.host is not None
         pipe = await self.host.open()
@@ -354,14 +333,10 @@ class EpisodeRunner:
                 if not isinstance(answer, list) or len(answer) != 3:
                     raise EpisodeFailedError("step returned no (messages, reward, done)")
                 observed, reward, done = answer
-                if reward is not None:
-                    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-                        raise EpisodeFailedError(
-                            f"step returned the reward {reward!r}, expected a finite number or None"
-                        )
-                    turn_rewards[-1] = float(reward)
+                if (given := _reward(reward, "step")) is not None:
+                    turn_rewards[-1] = given
                 if done:
-                    return None
+                    return
                 messages += [{**one, "content": session.observed(str(one["content"]))} for one in _messages(observed)]
         finally:
             pipe.close()
@@ -398,10 +373,7 @@ class EpisodeRunner:
                 return None  # whatever it makes of that
             if "failed" in message:
                 raise EpisodeFailedError(f"the agent failed: {one_line(message['failed'], 500)}")
-            reward = message["ok"]
-            if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-                raise EpisodeFailedError(f"run returned {reward!r}, expected a number or None")
-            return None if reward is None else float(reward)
+            return _reward(message["ok"], "run")
         finally:
             for task in asked:
                 task.cancel()
@@ -465,7 +437,7 @@ class EpisodeRunner:
         with suppress(ValueError):
             found = json.loads(output.decode(errors="replace").strip().rpartition("\n")[2])
             if isinstance(found, dict) and isinstance(found.get("reward"), int | float):
-                return float(found["reward"])
+                return _reward(+found["reward"], command[0])
         return None
 
 
@@ -482,6 +454,13 @@ def _task(prompt: Prompt, *, answer: bool = True) -> dict[str, Any]:
     policy all that it knows."""
     task = dict(prompt=prompt.text, messages=[*prompt.conversation], metadata=dict(prompt.metadata), group=prompt.group)
     return {**task, "answer": prompt.answer} if answer else task
+
+
+def _reward(given: Any, giver: str) -> float | None:
+    """Return a reward that came from foreign code; None: it gave none. Raises EpisodeFailedError for what is none."""
+    if given is not None and not is_number(given):
+        raise EpisodeFailedError(f"{giver} gave the reward {given!r:.100}, expected a finite number or None")
+    return None if given is None else float(given)
 
 
 def _messages(given: Any) -> list[Message]:

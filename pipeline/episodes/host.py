@@ -27,6 +27,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +40,7 @@ from typing import Any, NoReturn, Self
 from pipeline.child_process import die_with_parent, kill_and_wait
 from pipeline.errors import RecipeError, RetryableError
 from pipeline.rewards.calling import describe_error
-from pipeline.rewards.children import empty, prepare_child, remove
+from pipeline.rewards.children import empty, kill_children, prepare_child, remove
 from pipeline.rewards.messages import START_DEADLINE_S, Channel, ChannelClosedError, ChannelTimeoutError
 from pipeline.rewards.sandbox.confine import Confinement
 from pipeline.rewards.worker_process import ConfinedPython, Sandbox
@@ -54,7 +55,6 @@ _LOOK_S = 0.2
 _FORK, _CLEAN = b"f", b"c"
 """What the collector asks of a host: to fork a child for the socket that comes along, or to end all children."""
 _PR_SET_CHILD_SUBREAPER = 36
-_CHILDREN = "/proc/self/task/{}/children"
 
 
 class EpisodeFailedError(RetryableError):
@@ -171,7 +171,7 @@ class EpisodeHost:
         self._control = None
         try:
             self._process.wait(_END_DEADLINE_S)
-        except Exception:  # noqa: BLE001 - subprocess.TimeoutExpired, or a process that is gone
+        except subprocess.TimeoutExpired:
             kill_and_wait(self._process)
         self._process.stderr.close()
         if self._scratch is not None and self._scratch != Path("/tmp"):
@@ -220,13 +220,7 @@ def _loaded(settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """Confine this process, import the user's code, and return it with the answer to the collector."""
     try:
         if settings["rung"] is not None:
-            Confinement(
-                rung=settings["rung"],
-                memory_bytes=settings["memory_mib"] * 2**20,
-                scratch=Path(settings["scratch"]),
-                pieces=tuple((Path(path), whole) for path, whole in settings["pieces"]),
-                landlock_abi=settings["landlock_abi"],
-            ).enter()
+            Confinement.of(settings, Path(settings["scratch"])).enter()
         os.chdir(settings["folder"])
         sys.path[:] = settings["path"]
         module, _, name = settings["code"].partition(":")
@@ -298,7 +292,9 @@ def _serve(control: socket.socket, settings: Mapping[str, Any], code: Any) -> No
                     _become_child(end, settings, code)
                 children[end] = pid, socket.socket(fileno=end)
                 poll.register(end, select.POLLRDHUP)
-        dead = _reap({pid for pid, _ in children.values()})
+        dead = _reap()
+        with suppress(OSError):  # what an earlier child has left to this process
+            kill_children({pid for pid, _ in children.values()})
         for descriptor, (pid, end_of_child) in list(children.items()):
             if descriptor in ready or pid in dead or not open_:
                 del children[descriptor]
@@ -307,7 +303,8 @@ def _serve(control: socket.socket, settings: Mapping[str, Any], code: Any) -> No
                 for kill in (os.killpg, os.kill) if pid not in dead else (os.killpg,):
                     with suppress(ProcessLookupError, PermissionError):
                         kill(pid, signal.SIGKILL)
-    _reap(set())
+    with suppress(OSError):
+        kill_children()
 
 
 def _end_all(settings: Mapping[str, Any]) -> None:
@@ -316,7 +313,7 @@ def _end_all(settings: Mapping[str, Any]) -> None:
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     ends = time.monotonic() + _END_DEADLINE_S / 2
-    while _reap(set()) or Path(_CHILDREN.format(os.getpid())).read_text(encoding="utf-8"):
+    while _reap() | kill_children():
         if time.monotonic() > ends:
             raise OSError("processes do not end")
         time.sleep(0.001)
@@ -326,17 +323,12 @@ def _end_all(settings: Mapping[str, Any]) -> None:
         raise OSError("files cannot be removed")
 
 
-def _reap(alive: set[int]) -> set[int]:
-    """Return the children that have ended. Kill processes that an earlier child has left to this one."""
+def _reap() -> set[int]:
+    """Return the children that have ended."""
     dead = set[int]()
     with suppress(ChildProcessError):
         while pid := os.waitpid(-1, os.WNOHANG)[0]:
             dead.add(pid)
-    with suppress(OSError):
-        listed = Path(_CHILDREN.format(os.getpid())).read_text(encoding="utf-8").split()
-        for orphan in set(map(int, listed)) - alive:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(orphan, signal.SIGKILL)
     return dead
 
 

@@ -45,7 +45,7 @@ class Toolbox:
         return []
 
     async def step(self, call: Mapping[str, Any]) -> tuple[str, bool]:
-        run = dict(python=self._python, shell=_shell, calculator=calculated)[call["name"]]
+        run = dict(python=self._python, shell=_shell)[call["name"]]
         text, failed = run(call["argument"])
         return text[:_MOST_CHARACTERS], failed
 

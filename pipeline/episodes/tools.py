@@ -1,4 +1,4 @@
-"""Give the policy tools: Python, a shell and a calculator in the sandbox, and those of MCP servers.
+"""Give the policy tools: Python and a shell in the sandbox, and a calculator.
 
     Tools ── open ──▶ Workspace of an episode ── call ──▶ its process and folder in the sandbox (toolbox)
       └ spare processes: one that an episode has left is emptied, and serves the next

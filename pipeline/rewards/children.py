@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,10 +91,7 @@ class Children:
             except ChildProcessError:
                 break
             with suppress(OSError):
-                orphans = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
-                for orphan in orphans:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.kill(int(orphan), signal.SIGKILL)
+                kill_children()
         return status
 
     def empty_scratch(self) -> None:
@@ -134,6 +131,16 @@ class Children:
             yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
         elif self.pid is not None:
             yield self.pid
+
+
+def kill_children(spare: Collection[int] = ()) -> set[int]:
+    """Kill the children of this process but those in `spare`, and return them. Raises OSError without /proc."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
+    killed = set(map(int, listed)).difference(spare)
+    for pid in killed:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return killed
 
 
 _LONGEST_PATH = 600

@@ -212,9 +212,9 @@ def decode_judgment(key: str, message: bytes) -> Judgment:
         if not isinstance(one, list) or len(one) != 4:
             raise BadMessageError("no list of four")
         reward, parts, failed, detail = one
-        if not _is_number(reward) or not isinstance(parts, dict) or len(parts) > MAX_PARTS:
+        if not is_number(reward) or not isinstance(parts, dict) or len(parts) > MAX_PARTS:
             raise BadMessageError("reward or parts are none")
-        if not all(len(name) <= MAX_NAME and _is_number(part) for name, part in parts.items()):
+        if not all(len(name) <= MAX_NAME and is_number(part) for name, part in parts.items()):
             raise BadMessageError("a part is none")
         if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
             raise BadMessageError("an unknown failure")
@@ -223,7 +223,7 @@ def decode_judgment(key: str, message: bytes) -> Judgment:
     return together(judgments)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Return whether a value is a finite number that fits a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

@@ -76,13 +76,7 @@ def main() -> None:
         confinement = None
         if rung is not None:
             assert scratch is not None
-            confinement = Confinement(
-                rung=rung,
-                memory_bytes=settings["memory_mib"] * 2**20,
-                scratch=scratch,
-                pieces=tuple((Path(path), whole) for path, whole in settings["pieces"]),
-                landlock_abi=settings["landlock_abi"],
-            )
+            confinement = Confinement.of(settings, scratch)
         judge: BuiltInJudge | FunctionJudge | ProgramJudge
         problem: Judgment | None = None
         if settings["built_in"]:

@@ -51,7 +51,7 @@ from pipeline.episodes.episode import Episode, EpisodeRunner
 from pipeline.episodes.host import EpisodeFailedError
 from pipeline.errors import DeadlineExceededError, FatalError, StoreError
 from pipeline.ports.affinity import Affinity, PrefixHits
-from pipeline.rewards.pool import Verifiers
+from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rollout.batch_builder import (
     Allocator,
     AttemptsLog,
@@ -488,11 +488,8 @@ class Collector:
         )
         samples = []
         for one in episodes:
-            reward, parts = (one.reward, dict[str, float]()) if one.reward is not None else (0.0, dict[str, float]())
-            if one.reward is None:
-                verdict = next(verdicts)
-                reward, parts = verdict.reward, dict(verdict.parts)
-            samples.append(Sample.of_episode(one.rows, one.facts, float(np.float32(reward)), parts))
+            verdict = next(verdicts) if one.reward is None else Verdict(reward=float(np.float32(one.reward)))
+            samples.append(Sample.of_episode(one.rows, one.facts, verdict.reward, verdict.parts))
         return tuple(samples)
 
     def _allows(self, place: Place, version: int) -> bool:

@@ -47,10 +47,6 @@ def read_openai(body: Json) -> Asked:
         if reasoning := message.get("reasoning_content"):
             kept["reasoning_content"] = reasoning
         messages.append({"role": role, "content": _text(message.get("content")), **kept})
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-                raise ValueError("a tool call is no object with a function")
     options = body.get("stream_options") or {}
     return Asked(
         messages=tuple(messages),

@@ -16,10 +16,10 @@ import os
 import resource
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.rewards.sandbox.system_calls import refuse_system_calls
 
@@ -69,6 +69,17 @@ class Confinement:
     scratch: Path
     pieces: tuple[tuple[Path, bool], ...] = ()
     landlock_abi: int = 0
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], scratch: Path) -> Confinement:
+        """Return the confinement of a process with the settings of ConfinedPython and `memory_mib`."""
+        return Confinement(
+            rung=settings["rung"],
+            memory_bytes=settings["memory_mib"] * 2**20,
+            scratch=scratch,
+            pieces=tuple((Path(path), whole) for path, whole in settings["pieces"]),
+            landlock_abi=settings["landlock_abi"],
+        )
 
     def enter(self) -> None:
         """Confine this process and all that it starts, for good. Raises OSError where the kernel refuses."""
