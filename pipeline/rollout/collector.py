@@ -44,9 +44,9 @@ from pipeline.data.batch import (
     Sampling,
 )
 from pipeline.data.event_log import EventLog
-from pipeline.data.files import FIRST_POLL_S, slower
+from pipeline.data.files import FIRST_POLL_S, drop_listing, slower
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore, LostBatch
+from pipeline.data.store import REMOVED, BatchStore, LostBatch
 from pipeline.episodes.episode import Episode, EpisodeRunner
 from pipeline.episodes.host import EpisodeFailedError
 from pipeline.errors import DeadlineExceededError, FatalError, StoreError
@@ -214,6 +214,9 @@ class Collector:
         """Make the missing batches that precede existing ones; then the batches to come, several at once."""
         under_way = self._under_way
         await self._resync()
+        for folder in (self.store.directory, self.store.directory / REMOVED):
+            # A host's older listing may lack batches that the published versions have learned from.
+            await asyncio.to_thread(drop_listing, folder)
         try:
             for hole in await asyncio.to_thread(self.store.holes, self.schedule.steps):
                 self._refuse_learned(hole)
@@ -255,6 +258,7 @@ class Collector:
     def _refuse_learned(self, index: int) -> None:
         """Raise StoreError when the learner has already consumed batch `index`: it must not be sampled again."""
         if (reason := self.run.why_not_sampled(index)) is not None:
+            self.run.fence()  # to a superseded collector, a later one's batches may look missing
             raise StoreError(
                 f"{self.store.path(index)} is missing, and {reason}, so it is not sampled again; put back a copy, or "
                 f"`evenkeel repair {self.run.path}` records it as lost"
