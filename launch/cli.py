@@ -216,7 +216,7 @@ def plan(
         float | None, typer.Option(help="Memory of a host with 8 GPUs of the learner. Default: not judged.")
     ] = None,
     mean_response_tokens: Annotated[
-        float | None, typer.Option(help="Mean length of a response. Default: half of rollout.max_new_tokens.")
+        float | None, typer.Option(help="Mean sampled tokens of a response or episode. Default: half of the most.")
     ] = None,
     rollout_tokens_per_gpu_s: Annotated[
         float | None,

@@ -50,7 +50,10 @@ class Assumptions:
     """The speeds, lengths and shares that a plan assumes."""
 
     mean_response_tokens: float
+    """Sampled tokens of an attempt: an answer, or an episode."""
     mean_prompt_tokens: float
+    mean_observed_tokens: float = 0.0
+    """Tokens that tools, environments and users say between the turns of an episode."""
     mfu: float = 0.4
     """Share of the peak that the learner's matrix work reaches, without bubbles and communication."""
     peak_tflops: float = 989.0
@@ -65,6 +68,11 @@ class Assumptions:
     """Bandwidth at which an engine reads files of its host."""
     broadcast_gb_s: float = 3.6
     """Bandwidth from learner to engines, gathering included: Qwen2.5-32B in bfloat16 over NCCL took verl 18 s."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of an attempt, as engines hold them and the learner reads them: a row."""
+        return self.mean_prompt_tokens + self.mean_response_tokens + self.mean_observed_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +101,7 @@ def forward_flops(config: ModelConfig, context: float) -> float:
 def num_micro_batches(recipe: Recipe, learner: LearnerSection, assumed: Assumptions) -> int:
     """Count the micro-batches of one data parallel rank in a step: rows are packed without padding."""
     samples = recipe.rollout.prompts_per_batch * recipe.rollout.group_size
-    tokens = samples * (assumed.mean_prompt_tokens + assumed.mean_response_tokens)
+    tokens = samples * assumed.mean_tokens
     return max(1, math.ceil(tokens / (learner.data_parallel * learner.micro_batch_tokens)))
 
 
@@ -102,7 +110,7 @@ def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, a
     optimizer step fills and drains the pipeline and reduces gradients. Uneven loads are left out, as is padding
     without pipeline stages."""
     layout, size = Layout.of(learner), learner.parameter_bytes
-    length = assumed.mean_prompt_tokens + assumed.mean_response_tokens
+    length = assumed.mean_tokens
     tokens = recipe.rollout.prompts_per_batch * recipe.rollout.group_size / layout.data * length
     if layout.pipeline > 1:
         share, most = PIPELINE_PADDING
@@ -180,7 +188,7 @@ def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Re
     if assumed.rollout_tokens_per_gpu_s is not None:
         return assumed.rollout_tokens_per_gpu_s
     rollout = recipe.rollout
-    context = assumed.mean_prompt_tokens + assumed.mean_response_tokens / 2
+    context = (assumed.mean_prompt_tokens + assumed.mean_tokens) / 2
     samples = min(rollout.prompts_per_batch, rollout.concurrent_prompts) * rollout.group_size
     running = max(1.0, min(samples / rollout.engines, capacity.kv_tokens / context))
     weights = capacity.weight_bytes

@@ -2,8 +2,9 @@
 
 Columns of a batch are compressed (pipeline.data.zarr_zip). Measured on 2¹⁸ values, zstd at level 1 leaves of an id, of
 vocabularies of 32 to 151,936 tokens, log2(vocabulary) / 8 + .3 to .6 bytes where all are equally frequent, + .04 to .5
-by Zipf's law; 3.7 of a log-probability; log2(experts) / 8 of an expert's number; next to nothing of versions and masks.
-Repeated prompts and tokens of probability 1 take less.
+by Zipf's law; 3.7 of a log-probability; log2(experts) / 8 of an expert's number; next to nothing of versions and masks,
+and of tokens that an episode was given, whose log-probability is 0. Repeated prompts and tokens of probability 1 take
+less.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def disk_use(config: ModelConfig, recipe: Recipe, assumed: Assumptions, policy_b
     evaluations, what an engine keeps on its host, and the sets that rollout.kept_set records."""
     rollout, run, schedule = recipe.rollout, recipe.run, recipe.build_schedule()
     samples = rollout.prompts_per_batch * rollout.group_size
-    responses = samples * assumed.mean_response_tokens
-    tokens = responses + samples * assumed.mean_prompt_tokens
-    columns = dict(tokens=tokens * (math.log2(config.vocab_size) / 8 + ID_BYTES), logprobs=responses * FLOAT_BYTES)
+    sampled, tokens = samples * assumed.mean_response_tokens, samples * assumed.mean_tokens
+    responses = sampled + samples * assumed.mean_observed_tokens  # from the first sampled token to the last
+    columns = dict(tokens=tokens * (math.log2(config.vocab_size) / 8 + ID_BYTES), logprobs=sampled * FLOAT_BYTES)
     if rollout.replay_experts and config.experts is not None:
         each = config.experts.per_token * math.log2(config.experts.count) / 8
         columns["experts"] = tokens * config.num_layers * each

@@ -8,6 +8,7 @@ Planning loads no torch, Megatron or SGLang, and reads no weights: config.json i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -255,11 +256,10 @@ class Planner:
                 cuda_graphs_gib_per_gpu=gib(capacity.graph_bytes),
                 kv_bytes_per_token_and_gpu=capacity.kv_bytes_per_token,
                 kv_tokens_per_engine=capacity.kv_tokens,
-                mean_samples_per_engine=int(
-                    capacity.kv_tokens / (assumed.mean_prompt_tokens + assumed.mean_response_tokens)
-                ),
+                mean_samples_per_engine=int(capacity.kv_tokens / assumed.mean_tokens),
                 longest_samples_per_engine=capacity.kv_tokens // rollout.context_tokens,
             ),
+            episodes=self._episodes(),
             publish=dict(
                 channel=channel,
                 gigabytes=gigabytes,
@@ -288,6 +288,19 @@ class Planner:
                 runtime_gib_per_rank=RUNTIME_BYTES / GIB,
                 fragmentation=FRAGMENTATION,
             ),
+        )
+
+    def _episodes(self) -> dict[str, Any] | None:
+        """Return the sizes of the recipe's episodes; None where it samples single answers."""
+        episode, rollout, assumed = self.recipe.episode, self.recipe.rollout, self.assumed
+        if episode is None:
+            return None
+        under_way = min(rollout.prompts_per_batch, rollout.concurrent_prompts) * rollout.group_size
+        return dict(
+            turns=episode.turns,
+            longest_tokens=rollout.context_tokens,
+            mean_tokens=assumed.mean_tokens,
+            under_way_per_engine=math.ceil(under_way / rollout.engines),
         )
 
     def misfit(self) -> list[str]:
@@ -480,11 +493,16 @@ def make_plan(
 
 
 def default_assumptions(recipe: Recipe, chosen: Mapping[str, float | None]) -> Assumptions:
-    """Build Assumptions from `chosen`, with defaults for the others. Raises RecipeError."""
+    """Build Assumptions from `chosen`, with defaults for the others: half of the most. Raises RecipeError."""
     check_given(chosen)
-    rollout = recipe.rollout
+    rollout, episode, sampled = recipe.rollout, recipe.episode, float(recipe.most_sampled_tokens)
+    if episode is not None:  # every second message is the policy's
+        sampled = min(sampled, episode.turns * rollout.max_new_tokens, rollout.context_tokens / 2)
+    given, observed = (rollout.context_tokens - sampled) / 2, 0.0
+    if episode is not None:  # the others are the prompt and what is read after each turn but the last
+        given /= episode.turns
+        observed = (episode.turns - 1) * min(given, episode.observation_bytes / 2)  # a token has a byte at least
     guesses: dict[str, Any] = dict(
-        mean_response_tokens=rollout.max_new_tokens / 2,
-        mean_prompt_tokens=(rollout.context_tokens - rollout.max_new_tokens) / 2,
+        mean_response_tokens=sampled / 2, mean_prompt_tokens=given, mean_observed_tokens=observed
     )
     return Assumptions(**(guesses | {name: value for name, value in chosen.items() if value is not None}))

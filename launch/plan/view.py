@@ -13,8 +13,9 @@ SHOWN = 12
 """The most layouts and misfits that are printed; --json holds all."""
 
 _ASSUMED = {
-    "mean_response_tokens": "tokens of a response, on average (--mean-response-tokens)",
-    "mean_prompt_tokens": "tokens of a prompt: half of what context_tokens leaves beside max_new_tokens",
+    "mean_response_tokens": "sampled tokens of a response or episode, on average (--mean-response-tokens)",
+    "mean_prompt_tokens": "tokens of a prompt: half of what context_tokens leaves beside the longest response",
+    "mean_observed_tokens": "tokens that an episode reads between its turns, each time as many as a prompt has",
     "rollout_tokens_per_gpu_s": "response tokens a second of one engine GPU, long tail included "
     "(--rollout-tokens-per-gpu-s)",
     "mfu": "of the peak, in the learner's matrix work, without bubbles and communication (--mfu)",
@@ -36,13 +37,14 @@ _HOST = ("checkpoint_gib", "older_versions_gib", "resting_optimizer_gib", "publi
 
 _CAVEATS = (
     "Not in the model: padding without pipeline stages, uneven loads of experts, stages of unequal work, kernels that "
-    "are less efficient on small shards, the optimizer's own time, commits, checkpoints and evaluation."
+    "are less efficient on small shards, the optimizer's own time, commits, checkpoints and evaluation; of episodes, "
+    "rows of branches and time outside the engines."
 )
 
 
 def render(plan: Mapping[str, Any]) -> RenderableType:
     model, gpus, counted = plan["model"], plan["gpus"], plan["layouts_for"]
-    engines, publish, step = plan["engines"], plan["publish"], plan["step"]
+    engines, episodes, publish, step = plan["engines"], plan["episodes"], plan["publish"], plan["step"]
     active = f", {model['active_parameters'] / 1e9:.2f} B at work for each token"
     if model["active_parameters"] > 0.9 * model["parameters"]:
         active = ""
@@ -85,10 +87,18 @@ def render(plan: Mapping[str, Any]) -> RenderableType:
     beside = "" if replicas is None else f"; replicas of {replicas:.0f} GB beside each engine"
     if publish["sender_gigabytes"]:
         beside = f"; {publish['sender_gigabytes']:.1f} GB from one GPU's port"
+    if episodes is not None:
+        run.add_row(
+            "episodes",
+            f"{episodes['turns']:,} turns and {episodes['longest_tokens']:,} tokens at the most, "
+            f"{episodes['mean_tokens']:,.0f} on average; {episodes['under_way_per_engine']:,} under way on an engine, "
+            "which holds the context of each between its turns too",
+        )
     run.add_row(
         "keys and values",
-        f"{engines['kv_tokens_per_engine']:,} tokens an engine: {engines['mean_samples_per_engine']:,} samples of mean "
-        f"length, {engines['longest_samples_per_engine']:,} of the longest",
+        f"{engines['kv_tokens_per_engine']:,} tokens an engine: {engines['mean_samples_per_engine']:,} "
+        f"{'samples' if episodes is None else 'episodes'} of mean length, {engines['longest_samples_per_engine']:,} of "
+        "the longest",
     )
     run.add_row(
         "engine weights",
@@ -140,6 +150,8 @@ def render(plan: Mapping[str, Any]) -> RenderableType:
         parts.append(misfits)
     assumed = _table("Assumed, not measured", "value", "what")
     for name, meaning in _ASSUMED.items():
+        if name == "mean_observed_tokens" and episodes is None:
+            continue
         assumed.add_row(f"{plan['assumptions'][name]:g}", meaning)
     return Group(*parts, assumed, Text(_CAVEATS, style="dim"))
 

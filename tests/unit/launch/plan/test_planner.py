@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -11,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from launch.build.sizes import active_parameters, checkpoint_bytes, refusals
 from launch.plan.costs import Assumptions, forward_flops, learner_time
 from launch.plan.footprint import footprints
 from launch.plan.hosts import cluster_needs, planner_that_fits
 from launch.plan.planner import Planner, config_for, engine_model, make_plan
+from launch.plan.view import render
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import LearnerSection
@@ -486,3 +490,35 @@ def test_a_float32_head_costs_two_products_more() -> None:
     assert learner_time(model, precise, exact, assumptions()) == learner_time(
         model, planner.recipe, exact, assumptions()
     )
+
+
+def test_episodes_are_planned_by_their_budgets() -> None:
+    """Of a context of 32768 tokens, at most 8 × 1024 are sampled, 24576 given: a prompt and 7 observations of 3072; on
+    average all are half as long, and an observation of at most 512 bytes has half as many tokens at the most."""
+    room = ("rollout.max_new_tokens=1024", "rollout.context_tokens=32768", "learner.micro_batch_tokens=32768")
+    episode = (*room, "episode.environment=games:Treasure", "episode.turns=8")
+    one, many, short = (plan(DENSE, 64, *keys) for keys in (room, episode, (*episode, "episode.observation_bytes=512")))
+    sizes = [
+        tuple(found["assumptions"][f"mean_{name}_tokens"] for name in ("prompt", "response", "observed"))
+        for found in (one, many, short)
+    ]
+    assert sizes == [(15872.0, 512.0, 0.0), (1536.0, 4096.0, 7 * 1536.0), (1536.0, 4096.0, 7 * 256.0)]
+    assert one["episodes"] is None
+    recipe = load_recipe(DENSE)
+    under_way = recipe.rollout.prompts_per_batch * recipe.rollout.group_size / recipe.rollout.engines
+    assert many["episodes"] == dict(
+        turns=8, longest_tokens=32768, mean_tokens=16384.0, under_way_per_engine=math.ceil(under_way)
+    )
+    for found in (one, many, short):
+        mean = sum(found["assumptions"][f"mean_{name}_tokens"] for name in ("prompt", "response", "observed"))
+        assert found["engines"]["mean_samples_per_engine"] == int(found["engines"]["kv_tokens_per_engine"] / mean)
+    assert many["disk"]["columns"]["tokens"] == pytest.approx(one["disk"]["columns"]["tokens"])
+    assert many["disk"]["columns"]["logprobs"] == pytest.approx(8 * one["disk"]["columns"]["logprobs"])
+    assert many["disk"]["logprobs_gigabytes"] == pytest.approx((8 + 21) * one["disk"]["logprobs_gigabytes"])
+    assert many["step"]["update_s"] == pytest.approx(one["step"]["update_s"])
+    assert many["step"]["rollout_s"] > 4 * one["step"]["rollout_s"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(many), render(one))
+    said = console.export_text()
+    assert said.count("8 turns and 32,768 tokens at the most, 16,384 on average") == 1
+    assert said.count("tokens that an episode reads between its turns") == 1
