@@ -117,9 +117,7 @@ class ChildProcess:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             self.log_begin = log.stat().st_size if log.exists() else 0
-        # Not as preexec_fn: in a process with threads, Python code between fork and exec may wait forever.
-        ignored = ",".join(str(int(number)) for number in self.ignored)
-        wrapper = [sys.executable, "-I", "-S", __file__, str(int(self.when_parent_dies)), str(os.getpid()), ignored]
+        wrapper = dying_with_this(self.when_parent_dies, self.ignored)
         descriptor = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._process = subprocess.Popen(
@@ -165,6 +163,14 @@ class ChildProcess:
 
     def kill(self) -> None:
         kill_and_wait(self._process)
+
+
+def dying_with_this(number: int, ignored: Sequence[int] = ()) -> list[str]:
+    """Return the words to put before a command so that it gets the signal `number` when this process dies, and begins
+    with others ignored. Not by preexec_fn: in a process with threads, Python code between fork and exec may wait
+    forever."""
+    names = ",".join(str(int(one)) for one in ignored)
+    return [sys.executable, "-I", "-S", __file__, str(int(number)), str(os.getpid()), names]
 
 
 _AT = r"^(?:\[[^\]]*\]:?\s*)*"

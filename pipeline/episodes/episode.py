@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline import spans
+from pipeline.child_process import dying_with_this
 from pipeline.data.batch import Completion, EpisodeFacts, Prompt, Row, StopReason
 from pipeline.data.event_log import EventLog
 from pipeline.episodes.chat_format import ChatFormat, Message
@@ -409,6 +410,7 @@ class EpisodeRunner:
         command = [sys.executable if word == "python" else word for word in self.command]
         try:
             process = await asyncio.create_subprocess_exec(
+                *dying_with_this(signal.SIGKILL),
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

@@ -29,7 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +37,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from pipeline.child_process import die_with_parent, kill_and_wait
+from pipeline.child_process import die_with_parent, kill_and_wait, make_scratch
 from pipeline.errors import RecipeError, RetryableError
 from pipeline.rewards.calling import describe_error
 from pipeline.rewards.children import empty, kill_children, prepare_child, remove
@@ -112,49 +112,73 @@ class EpisodeHost:
         self._control: socket.socket | None = None
         self._process: Any = None
         self._scratch: Path | None = None
+        self._starting = threading.Lock()
         self._start()
 
     def _start(self) -> None:
         self.close()
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._python.start(theirs)
-        self._control = mine
-        channel = Channel(os.dup(mine.fileno()))
-        settings = self._python.settings | dict(code=self._code, memory_mib=self._memory_mib)
-        try:
-            channel.send(json.dumps(settings).encode(), START_DEADLINE_S)
-            answer = json.loads(channel.receive(_MAX_SETTINGS_BYTES, START_DEADLINE_S))
-        except (ChannelClosedError, ChannelTimeoutError) as error:
-            answer = {"failed": f"its process {'ended' if isinstance(error, ChannelClosedError) else 'hangs'}"}
-        finally:
-            channel.close()
-        mine.setblocking(True)
+        answer = self._begin() or self._begin() or {"failed": "its process ended"}
         if "failed" in answer:
-            self.close()
             raise RecipeError(
                 f"episode code {self._code!r} cannot be imported: {one_line(answer['failed'], 500)}; correct it, "
                 "install its package, or name another package.module:name (docs/agents.md)"
             )
-        self._scratch = Path(answer["scratch"])
+
+    def _begin(self) -> dict[str, str] | None:
+        """Start the process and return its answer; None when it ended without one, as it does when it is killed."""
+        given, taken = socket.socketpair()
+        control, theirs = socket.socketpair()
+        with given, taken, theirs:
+            self._process = self._python.start(taken)
+            socket.send_fds(given, [_FORK], [theirs.fileno()])
+        channel, answer = Channel(os.dup(control.fileno())), None
+        settings = self._python.settings | dict(code=self._code, memory_mib=self._memory_mib)
+        try:
+            channel.send(json.dumps(settings).encode(), START_DEADLINE_S)
+            answer = json.loads(channel.receive(_MAX_SETTINGS_BYTES, START_DEADLINE_S))
+        except ChannelClosedError:
+            pass
+        except ChannelTimeoutError:
+            answer = {"failed": "its process hangs"}
+        finally:
+            channel.close()
+        if answer is None or "failed" in answer:
+            control.close()
+            self._bury()
+        else:
+            control.setblocking(True)
+            self._scratch, self._control = Path(answer["scratch"]), control
+        return answer
 
     async def open(self) -> Pipe:
-        """Return the pipe to a fresh child. Raises EpisodeFailedError where the host cannot be asked."""
-        if self._process.poll() is not None:
-            await asyncio.to_thread(self._start)
-        assert self._control is not None
+        """Return the pipe to a fresh child, of a fresh process where that has died. Raises EpisodeFailedError where it
+        cannot be asked, and RecipeError as at the start."""
         mine, theirs = socket.socketpair()
         with theirs:
-            try:
-                socket.send_fds(self._control, [_FORK], [theirs.fileno()])
-            except OSError as error:
-                mine.close()
-                raise EpisodeFailedError(f"the process of environments cannot be asked: {error}") from error
+            for last in (False, True):
+                control = self._control
+                try:
+                    if control is None:
+                        raise ConnectionError("it is being started")
+                    socket.send_fds(control, [_FORK], [theirs.fileno()])
+                    break
+                except OSError as error:
+                    if last:
+                        mine.close()
+                        raise EpisodeFailedError(f"the process of environments cannot be asked: {error}") from error
+                    await asyncio.to_thread(self._start_again, control)
         return await Pipe.of(mine)
+
+    def _start_again(self, control: socket.socket | None) -> None:
+        """Start the process anew, unless another episode has done so since its socket was `control`."""
+        with self._starting:
+            if self._control is control:
+                self._start()
 
     def clean(self) -> bool:
         """Kill all children with all that they started, and empty the folder. Return whether that succeeded."""
-        assert self._control is not None
+        if self._control is None:
+            return False
         self._control.settimeout(_END_DEADLINE_S)
         try:
             self._control.send(_CLEAN)
@@ -165,10 +189,13 @@ class EpisodeHost:
             self._control.settimeout(None)
 
     def close(self) -> None:
-        if self._control is None:
-            return
-        self._control.close()
-        self._control = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+            self._bury()
+
+    def _bury(self) -> None:
+        """Wait for the end of the process, which has lost its socket, and remove what it left."""
         try:
             self._process.wait(_END_DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -176,7 +203,7 @@ class EpisodeHost:
         self._process.stderr.close()
         if self._scratch is not None and self._scratch != Path("/tmp"):
             remove(self._scratch)
-            self._scratch = None
+        self._scratch = None
 
     def __enter__(self) -> Self:
         return self
@@ -188,18 +215,21 @@ class EpisodeHost:
 
 
 def main() -> None:
-    """Read the settings from the socket at standard input, import the user's code, then fork a child for each socket
-    that comes, until it closes."""
+    """Take a socket from the one at standard input, read the settings from it, import the user's code, then fork a
+    child for each socket that comes over it, until it closes.
+
+    Bubblewrap's own process keeps standard input until it ends: there, an episode could ask a host that is dead."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the run handles them; Slurm signals every process
-    control = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    channel = Channel(os.dup(control.fileno()))
+    with socket.socket(fileno=os.dup(0)) as given:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        _, [descriptor], _, _ = socket.recv_fds(given, 1, 1)
+    control, channel = socket.socket(fileno=descriptor), Channel(os.dup(descriptor))
     settings = json.loads(channel.receive(_MAX_SETTINGS_BYTES, START_DEADLINE_S))
     scratch = Path("/tmp")
     if settings["rung"] != "bubblewrap":
-        scratch = Path(tempfile.mkdtemp(prefix="evenkeel-episode-"))
+        scratch = make_scratch("episode")
     # Under bubblewrap the user's folder may be mounted somewhere below /tmp.
     settings |= dict(scratch=str(scratch), mounted=os.listdir(scratch))
     os.environ.update(HOME=str(scratch), TMPDIR=str(scratch))
@@ -234,10 +264,11 @@ def _loaded(settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
 def _tried(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the answer of a child that has imported the user's code, for a host that must not be confined."""
     mine, theirs = socket.socketpair()
-    pid = os.fork()
+    host, pid = os.getpid(), os.fork()
     if pid == 0:
         descriptor = theirs.detach()
         prepare_child([descriptor])
+        die_with_parent(host)
         os.write(descriptor, json.dumps(_loaded(settings)[1]).encode())
         os._exit(0)
     theirs.close()
@@ -287,9 +318,9 @@ def _serve(control: socket.socket, settings: Mapping[str, Any], code: Any) -> No
                     _end_all(settings)
                     control.send(_CLEAN)
             for end in ends:
-                pid = os.fork()
+                host, pid = os.getpid(), os.fork()
                 if pid == 0:
-                    _become_child(end, settings, code)
+                    _become_child(end, settings, code, host)
                 children[end] = pid, socket.socket(fileno=end)
                 poll.register(end, select.POLLRDHUP)
         dead = _reap()
@@ -332,11 +363,12 @@ def _reap() -> set[int]:
     return dead
 
 
-def _become_child(descriptor: int, settings: Mapping[str, Any], code: Any) -> NoReturn:
+def _become_child(descriptor: int, settings: Mapping[str, Any], code: Any, host: int) -> NoReturn:
     """Serve one episode over the socket, then end. `code` is None where it is still to be imported."""
     status = 1
     try:
         prepare_child([descriptor])
+        die_with_parent(host)  # if that is killed, nobody else ends a child that is stuck
         code = code or _loaded(settings)[0]
         asyncio.run(_episode(socket.socket(fileno=descriptor), code))
         status = 0

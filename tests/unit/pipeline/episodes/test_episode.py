@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline import spans
@@ -236,3 +240,36 @@ def test_a_black_box_agent_speaks_openais_protocol(
     program.write_text("raise SystemExit('no model')", encoding="utf-8")
     with pytest.raises(EpisodeFailedError, match="status 1: no model"):
         asyncio.run(run(Policy(tokenizer, "1")))
+
+
+def test_an_agent_by_command_ends_with_a_collector_that_is_killed(
+    runner: Callable[..., EpisodeRunner], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    program = f"import os, time; print(os.getpid(), file=open({str(said)!r}, 'w'), flush=True); time.sleep(1000)"
+
+    async def run() -> None:
+        async with Gateway() as gateway:
+            command = (sys.executable, "-I", "-S", "-c", program)
+            await runner(command=command, gateway=gateway).run(PROMPT, Policy(tokenizer, "1").ask)
+
+    collector = os.fork()
+    if collector == 0:
+        try:
+            asyncio.run(run())
+        finally:
+            os._exit(1)
+    try:
+        wait_until(lambda: said.exists() and said.read_text(encoding="utf-8").endswith("\n"))
+        agent = psutil.Process(int(said.read_text(encoding="utf-8")))
+    finally:
+        os.kill(collector, signal.SIGKILL)
+        os.waitpid(collector, 0)
+    wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)

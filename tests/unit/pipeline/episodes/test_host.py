@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 
 from pipeline.episodes.host import EpisodeFailedError, EpisodeHost
 from pipeline.errors import RecipeError
-from pipeline.rewards.worker_process import Sandbox
+from pipeline.rewards.worker_process import ConfinedPython, Sandbox
 from tests.support.sandboxes import sandbox_of
 
 TASK = dict(prompt="Count.", answer="2")
@@ -102,13 +107,78 @@ def test_closing_kills_a_blocked_process_and_all_that_it_started(host: EpisodeHo
     asyncio.run(run())
 
 
-def test_a_host_that_was_killed_is_started_again(host: EpisodeHost) -> None:
-    async def run() -> list[Any]:
+def of(host: EpisodeHost) -> list[psutil.Process]:
+    """Living processes of a host, without what bubblewrap keeps outside: the host itself, then its children."""
+    started = psutil.Process(host._process.pid)
+    inner = started.children() if host._python.settings["rung"] == "bubblewrap" else [started]
+    return [one for above in inner for one in (above, *above.children())]
+
+
+def test_episodes_of_a_host_that_was_killed_start_it_again_once(
+    host: EpisodeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where bubblewrap's own process, stopped here, has not seen the host's end."""
+
+    async def run() -> list[list[Any]]:
+        psutil.Process(host._process.pid).suspend()
+        killed = of(host)[0]
+        killed.kill()
+        async with asyncio.timeout(20.0):
+            while killed.is_running() and killed.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+        return await asyncio.gather(*(asked(host, "a") for _ in range(8)))
+
+    monkeypatch.setattr("pipeline.episodes.host._END_DEADLINE_S", 0.1)
+    with patch.object(host, "_begin", wraps=host._begin) as begin:
+        answers = asyncio.run(run())
+    assert [one[1]["ok"][1] for one in answers] == [1.0] * 8
+    begin.assert_called_once_with()
+
+
+def test_a_host_that_is_killed_takes_a_blocked_episode_along(host: EpisodeHost) -> None:
+    async def run() -> None:
+        pipe = await host.open()
+        await pipe.send(dict(reset=TASK))
+        await pipe.receive()
+        await pipe.send(dict(step=dict(content="block")))
+        killed, blocked = of(host)
+        killed.kill()
+        async with asyncio.timeout(20.0):
+            while blocked.is_running() and blocked.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+        pipe.close()
+
+    asyncio.run(run())
+
+
+def test_a_host_that_ends_while_it_starts_is_started_once_more(sandbox: Sandbox | None) -> None:
+    start, started = ConfinedPython.start, list[int]()
+
+    def ends_at_first(self: ConfinedPython, stdin: socket.socket) -> subprocess.Popen[bytes]:
+        started.append(0)
+        if len(started) > 1:
+            return start(self, stdin)
+        return subprocess.Popen(["false"], stdin=stdin.fileno(), stderr=subprocess.PIPE)
+
+    with (
+        patch.object(ConfinedPython, "start", ends_at_first),
+        EpisodeHost("episode_examples:Counting", 1024, sandbox) as host,
+    ):
+        assert asyncio.run(asked(host, "a"))[1]["ok"][1] == 1.0
+    assert len(started) == 2
+
+
+def test_a_start_removes_the_folder_of_a_host_whose_run_was_killed(tmp_path: Path) -> None:
+    with (
+        patch.dict(os.environ, TMPDIR=str(tmp_path)),
+        patch.object(tempfile, "tempdir", None),
+        EpisodeHost("episode_examples:Counting", 1024, None) as host,
+    ):
+        [left] = tmp_path.iterdir()
         host._process.kill()
         host._process.wait()
-        return await asked(host, "a")
-
-    assert asyncio.run(run())[1]["ok"][1] == 1.0
+        with EpisodeHost("episode_examples:Counting", 1024, None):
+            assert not left.exists()
 
 
 def test_an_agent_asks_by_its_client_and_returns_its_reward(sandbox: Sandbox | None) -> None:
