@@ -25,7 +25,7 @@ from tests.support.ranks import Ranks
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 KEY = "a-key-of-the-tests"
-DEADLINE_S = 8.0
+DEADLINE_S = 16.0
 START_DEADLINE_S = 200.0
 
 

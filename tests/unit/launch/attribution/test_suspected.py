@@ -136,7 +136,7 @@ def test_a_layer_is_scaled_with_all_its_matrices_and_without_its_norms(learner: 
     [
         (ALIKE, scaled(MODULE, 1.25), unchanged),
         pytest.param({"bf16:lm_head"}, rounded("lm_head", torch.bfloat16), unchanged, marks=pytest.mark.slow),
-        ({f"full:{GROUP}"}, unchanged, lambda quant: quant.promoted([GROUP])),
+        pytest.param({f"full:{GROUP}"}, unchanged, lambda quant: quant.promoted([GROUP]), marks=pytest.mark.slow),
         pytest.param({"full:all"}, unchanged, lambda quant: quant.only(()), marks=pytest.mark.slow),
         pytest.param(
             {"format:fp8_tensor"},
@@ -144,7 +144,7 @@ def test_a_layer_is_scaled_with_all_its_matrices_and_without_its_norms(learner: 
             lambda quant: quant.promoted(quant.formats, to="fp8_tensor"),
             marks=pytest.mark.slow,
         ),
-        ({"weights_only"}, None, lambda quant: quant.only(())),
+        pytest.param({"weights_only"}, None, lambda quant: quant.only(()), marks=pytest.mark.slow),
     ],
 )
 def test_the_fault_of_an_engine_is_the_first_suspect(

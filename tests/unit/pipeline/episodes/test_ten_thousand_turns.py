@@ -24,8 +24,8 @@ from pipeline.episodes.rows import EpisodeRows
 from pipeline.tasks.tokenizer import Tokenizer
 from tests.support.chat_folders import CHARACTERS, FAMILIES, write_chat_folder
 
-TURNS = 2_500
-"""Of each format."""
+TURNS, EVERYDAY = 2_500, 500
+"""Of each format: 10,000 of the four in all."""
 TOOLS = [
     {
         "type": "function",
@@ -182,15 +182,16 @@ def trained(row: Row) -> list[tuple[int, int, int]]:
     ]
 
 
+@pytest.mark.parametrize("most", [EVERYDAY, pytest.param(TURNS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_trained_was_sampled_behind_what_was_given(tmp_path: Path, family: str) -> None:
+def test_what_is_trained_was_sampled_behind_what_was_given(tmp_path: Path, family: str, most: int) -> None:
     tokenizer = Tokenizer.load(write_chat_folder(tmp_path, family))
     rng = random.Random(f"turns of {family}")
     engine = Engine(tokenizer, ChatFormat.of(tokenizer), rng)
     reasons: Counter[str] = Counter()
     differences, kinds = 0, Counter[int]()
-    while len(engine.calls) < TURNS:
-        rows, calls = episode(engine, rng, min(rng.randint(1, 16), TURNS - len(engine.calls)))
+    while len(engine.calls) < most:
+        rows, calls = episode(engine, rng, min(rng.randint(1, 16), most - len(engine.calls)))
         numbered = {call.first + n: (call, n) for call in calls for n in range(len(call.answer))}
         turns = Counter[int]()
         recorded = rows.rows()
@@ -222,7 +223,7 @@ def test_what_is_trained_was_sampled_behind_what_was_given(tmp_path: Path, famil
         assert rows.branches.total() == len(recorded) - 1
         reasons += rows.branches
     assert differences == 0
-    assert len(engine.calls) == TURNS
+    assert len(engine.calls) == most
     assert set(reasons) == {"rewritten", "resampled", "sub-agent"} | (
         {"thinking stripped"} if family == "qwen3" else set()
     )
