@@ -4,7 +4,7 @@
     plain     MegatronLearner.update  ÷  transformers and torch's fused AdamW on the same rows, padded to the longest
     mismatch  mismatch statistics of a step, and their file  ÷  the scoring pass and the update that it is part of
     memory    largest growth of resident memory during logprobs  ÷  bytes of one micro-batch's logits
-    long      largest growth during an update on one answer of 32k tokens among short ones  ÷  on as many tokens, evenly
+    long      largest growth in scoring and update of an episode of 32k tokens beside 31 of 1k  ÷  of 32 even ones
 
 The bare side gets its micro-batches ready-made and computes Megatron's own cross-entropy; the learner plans them, runs
 P3O, gathers log-probabilities and entropies, measures ratios and guards the step against numbers that are not finite.
@@ -17,9 +17,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -35,12 +37,13 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from megatron_bridge.step.passes import packed_rows
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
+from pipeline.data.batch import Batch, Group, LogprobContract, Prompt, Response, Sample, given_batch
 from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.run_directory import RunDirectory
 from precision.mismatch.statistics import Mismatch
 from precision.objectives.p3o import P3O
 from tests.bench.figures import forget_peak, resident, seconds, tell
+from tests.support.batches import episode
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 ROUNDS = 9
@@ -62,10 +65,16 @@ def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int], seed: in
     return given_batch(0, groups, CONTRACT)
 
 
-def build(folder: Path, characters: int, micro_batch_tokens: int = 4096, **sizes: int) -> MegatronLearner:
+def build(
+    folder: Path,
+    characters: int,
+    micro_batch_tokens: int = 4096,
+    recompute: Literal["none", "full"] = "none",
+    **sizes: int,
+) -> MegatronLearner:
     """One process, float32; `characters` sets the vocabulary."""
     new_model(folder, characters="".join(chr(0x4E00 + i) for i in range(characters)), **sizes)
-    section = LearnerSection(precision="fp32", micro_batch_tokens=micro_batch_tokens)
+    section = LearnerSection(precision="fp32", micro_batch_tokens=micro_batch_tokens, recompute=recompute)
     return MegatronLearner.create(folder, section, P3O(), temperature=1.0, seed=0, total_steps=100)
 
 
@@ -142,25 +151,51 @@ def plain_step(folder: Path, batch: Batch, advantages: NDArray[np.float32]) -> C
     return step
 
 
-def long_answer(learner: MegatronLearner) -> dict[str, float]:
-    """One micro-batch each, of 40960 response tokens. Memory that the first update was given stays with the process,
-    so the second's growth is counted from the same beginning."""
-    before = resident("VmRSS")
-    even, long = (peak_of_update(learner, lengths) - before for lengths in ([1024] * 40, [32768, *[512] * 16]))
-    return dict(ratio=long / even, long_mib=long / 2**20, even_mib=even / 2**20)
+def long_episode() -> dict[str, float]:
+    """Each side in a process of its own, since memory that a process has freed may stay with it. Both have as many
+    tokens and the same recipe: micro-batches that hold the long row, and full recomputation. `narrow` is even, by a
+    recipe that could not take the long row: its micro-batches hold one of the even ones."""
+    long, even, found = [32768, *[1024] * 31], [2016] * 32, {}
+    for side, lengths, room in (("long", long, max(long)), ("even", even, max(long)), ("narrow", even, max(even))):
+        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+            found[side] = alone.submit(growth_of_step, lengths, room).result()
+    return dict(ratio=found["long"] / found["even"], **{f"{side}_mib": size / 2**20 for side, size in found.items()})
 
 
-def peak_of_update(learner: MegatronLearner, lengths: Sequence[int]) -> float:
-    """Largest resident memory during an update on answers of these lengths, bytes."""
+def growth_of_step(lengths: Sequence[int], micro_batch_tokens: int) -> float:
+    """Bytes by which resident memory grows at the most while episodes of these lengths are scored and trained. The
+    longest row's logits alone would take 2502 MiB."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
+        learner = build(
+            Path(scratch) / "model",
+            20000,
+            micro_batch_tokens,
+            recompute="full",
+            hidden=64,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+            head_dim=32,
+            ffn=96,
+        )
     vocabulary, random = learner.model_config.vocab_size, np.random.default_rng(0)
-    responses = [
-        Response(random.integers(0, vocabulary, n).tolist(), [-np.log(vocabulary)] * n, reward=float(n % 3))
-        for n in lengths
-    ]
-    batch = given_batch(0, [([1], responses)], CONTRACT)
+
+    def eight_turns(length: int) -> Sample:
+        """Three quarters are sampled; before each turn a quarter is given."""
+        given = random.integers(0, vocabulary, (8, length // 32)).tolist()
+        turns = random.integers(0, vocabulary, (8, length // 8 - length // 32)).tolist()
+        logprobs = [[-np.log(vocabulary)] * len(turn) for turn in turns]
+        return episode(turns, given[1:], prompt=given[0], logprobs=logprobs, reward=float(random.normal()))
+
+    # Episodes of one group have a prompt of their own each.
+    asked = Prompt(group=0, text="", answer="", tokens=(1,))
+    group = Group(prompt=asked, samples=tuple(map(eight_turns, lengths)))
+    batch = Batch.from_groups(0, [group], contract=CONTRACT, dropped=(), next_group=1, recipe_sha256="")
+    before = resident("VmRSS")
     forget_peak()
-    learner.update(batch, np.ones(batch.num_samples, np.float32), batch.rollout_logprobs)
-    return resident("VmHWM")
+    learner.update(batch, np.ones(batch.num_samples, np.float32), learner.logprobs(batch))
+    return resident("VmHWM") - before
 
 
 def processor_seconds(action: Callable[[], Any]) -> float:
@@ -264,7 +299,7 @@ def main() -> None:
         if what == "memory":
             found = logprob_memory(build(folder, 20000, hidden=64, layers=1, heads=2, kv_heads=2, head_dim=32, ffn=96))
         elif what == "long":
-            found = long_answer(build(folder, 40, 40960, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=96))
+            found = long_episode()
         else:
             # Beside plain torch as in tests.bench.loop, where the vocabulary is of digits.
             characters = 40 if what == "plain" else 2000
