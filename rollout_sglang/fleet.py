@@ -287,7 +287,7 @@ class Fleet:
             engine.answers.good()
         if affinity is not None:
             for completion in completions:
-                affinity.answered(prompt, completion)
+                affinity.answered(prompt, completion, keeps_kv=self._keeps_kv)
         return completions
 
     async def _admitted_engine(

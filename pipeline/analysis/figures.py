@@ -453,8 +453,14 @@ def times_and_speeds(run_log: RunLog, marks: Sequence[int]) -> tuple[str, list[F
     batches = run_log.of_kind("committed")
     uses = line_of(((event["batch"], number(event, "kv_use")) for event in batches), "in use", "green")
     hits = line_of(((event["batch"], number(event, "prefix_hits")) for event in batches), "prefix hits", "violet")
+    shares = [
+        (event["batch"], published / repeated)
+        for event in batches
+        if (repeated := number(event, "prefix_tokens")) and (published := number(event, "prefix_published")) is not None
+    ]
+    again = line_of(shares, "read again after a publish", "orange")
     title = "Keys and values of the engines"
-    if svg := curve(title, [uses, hits], percent=True, floor=0.0, marks=marks):
+    if svg := curve(title, [uses, hits, again], percent=True, floor=0.0, marks=marks):
         figures.append(Figure(title, svg))
     title = "Model FLOPs utilization (MFU)"
     if svg := curve(title, mfu, percent=True, floor=0.0, marks=marks):

@@ -21,7 +21,8 @@ class PrefixHits:
     cached: int = 0
     """Those that the engines' caches had."""
     published: int = 0
-    """Those that were prefilled again in the first turn after new weights, which empty the caches."""
+    """Those that new weights, which empty the caches, had prefilled again: in an episode's next turn, or all that one
+    under way had so far."""
 
     def figures(self) -> dict[str, float]:
         """Return the counts since the last call: the tokens, and which share of them was cached."""
@@ -45,8 +46,9 @@ class Affinity:
     _held: list[NDArray[np.int32]] = field(default_factory=list)
     """The tokens of each row so far whose keys and values some engine has computed."""
 
-    def answered(self, prompt: Sequence[int], completion: Completion) -> None:
-        """Take note of a turn's answer, and count what of its prompt was cached."""
+    def answered(self, prompt: Sequence[int], completion: Completion, *, keeps_kv: bool = False) -> None:
+        """Take note of a turn's answer, and count what of its prompt was cached. `keeps_kv`: when new weights came, it
+        went on over its keys and values."""
         if completion.finish == "abort":
             return
         asked, hits = np.array(prompt, np.int32), self.hits
@@ -56,6 +58,9 @@ class Affinity:
         hits.repeated, hits.cached = hits.repeated + repeated, hits.cached + cached
         if completion.distinct_versions[0] != self._version:
             hits.published += repeated - cached
+        if not keeps_kv:
+            changes = np.flatnonzero(np.diff(completion.versions)) + 1
+            hits.published += int((len(asked) + changes - 1).sum())
         self.engine, self._version = completion.engine, completion.distinct_versions[-1]
         # The last sampled token has ended the request before any layer read it.
         now = np.concatenate([asked, completion.tokens[:-1]])

@@ -1,4 +1,5 @@
-"""How much of their contexts turns of episodes find in the engines' caches: with affinity, and without it.
+"""How much of their contexts turns of episodes find in the engines' caches: with affinity, without it, and with
+publishes meanwhile, after which engines read live contexts again, or keep their keys and values.
 
 Two real engines on the CPU, and as many episodes at once as they are given. Each turn continues the tokens of the turn
 before, with its answer and as many observed tokens. 1.0 is what one engine with an infinite cache would have had.
@@ -11,6 +12,7 @@ import asyncio
 import random
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 
 from pipeline.data.batch import Sampling
@@ -18,6 +20,7 @@ from pipeline.ports.affinity import Affinity, PrefixHits
 from pipeline.ports.weights import WeightCheck
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.server.start import EngineSpec, free_port, start
+from tests.bench.figures import tell
 from tests.doubles.tiny_model import write_checkpoint
 from tests.support.fleets import fleet_of
 
@@ -43,16 +46,38 @@ async def play(fleet: Fleet, episodes: int, turns: int, seed: int, *, with_affin
     return hits, time.monotonic() - started
 
 
-async def main(folder: Path, model: Path, urls: list[str], episodes: int, turns: int) -> None:
-    for seed, with_affinity in enumerate((True, False, True, False)):
-        fleet = fleet_of(folder, urls, key=KEY)
+async def publish(fleet: Fleet, model: Path, first: int, pause_s: float) -> None:
+    """Publish versions from `first` on, until cancelled."""
+    for version in count(first):
+        await asyncio.sleep(pause_s)
+        await fleet.load(version, model, WeightCheck(version=version))
+
+
+async def main(folder: Path, model: Path, urls: list[str], episodes: int, turns: int, pause_s: float) -> None:
+    rounds = [(True, False, False), (False, False, False)] * 2 + [(True, True, False), (True, True, True)] * 2
+    for seed, (with_affinity, publishes, keeps_kv) in enumerate(rounds):
+        fleet, first = fleet_of(folder, urls, key=KEY, keeps_kv=keeps_kv), 1000 * seed
+        publisher: asyncio.Task[None] | None = None
         try:
-            await fleet.load(0, model, WeightCheck(version=0))  # empties the caches
+            # A flush, in which nothing is under way: by a fleet that keeps none, so that each round begins alike.
+            flush = fleet_of(folder, urls, key=KEY)
+            await flush.load(first, model, WeightCheck(version=first))
+            await flush.close()
+            await fleet.load(first, model, WeightCheck(version=first))
+            if publishes:
+                publisher = asyncio.create_task(publish(fleet, model, first + 1, pause_s))
             hits, seconds = await play(fleet, episodes, turns, seed, with_affinity=with_affinity)
         finally:
+            if publisher is not None:
+                publisher.cancel()
+                await asyncio.gather(publisher, return_exceptions=True)
+            served = max(state.version or first for state in fleet.state())
             await fleet.close()
-        tokens, share = hits.repeated, hits.cached / hits.repeated
-        print(f"affinity={with_affinity}: {share:.4f} of {tokens} tokens were cached; {seconds:.1f} s", flush=True)
+        found = dict(affinity=with_affinity, publishes=served - first, keeps_kv=keeps_kv, seconds=seconds)
+        tell(
+            found
+            | dict(hits=hits.cached / hits.repeated, published=hits.published / hits.repeated, tokens=hits.repeated)
+        )
 
 
 if __name__ == "__main__":
@@ -60,6 +85,7 @@ if __name__ == "__main__":
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=16)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--publish-every", type=float, default=2.0, help="seconds between publishes")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         model = write_checkpoint(Path(root) / "model", 0)
@@ -79,7 +105,8 @@ if __name__ == "__main__":
         try:
             for server in servers:
                 server.wait_ready(300.0)
-            asyncio.run(main(Path(root), model, [spec.url for spec in specs], given.episodes, given.turns))
+            urls = [spec.url for spec in specs]
+            asyncio.run(main(Path(root), model, urls, given.episodes, given.turns, given.publish_every))
         finally:
             for server in servers:
                 server.kill()

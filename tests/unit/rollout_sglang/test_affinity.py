@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pytest
 
 from pipeline.data.batch import Completion, Sampling
@@ -150,6 +151,18 @@ def test_what_a_publish_costs_is_counted_apart_from_other_misses() -> None:
     assert hits == PrefixHits(repeated=3, cached=0, published=3)
     affinity.answered([1, 2, 3, 4, 5, 6, 7, 8], answer(9, cached=1, version=2))
     assert hits == PrefixHits(repeated=3 + 6, cached=1, published=3)
+
+
+@pytest.mark.parametrize(("keeps_kv", "published"), [(False, (2 + 1 - 1) + (2 + 3 - 1)), (True, 0)])
+def test_a_publish_within_a_turn_costs_what_the_turn_has_so_far(keeps_kv: bool, published: int) -> None:
+    """Two publishes, after its first token and after its third, which the engine would have read anyway. The next turn
+    finds the new version's cache."""
+    hits = PrefixHits()
+    affinity = Affinity(hits)
+    within = replace(answer(3, 4, 5, 6), versions=np.array([1, 2, 2, 3], np.int32))
+    affinity.answered([1, 2], within, keeps_kv=keeps_kv)
+    affinity.answered([1, 2, 3, 4, 5, 6], answer(7, cached=5, version=3), keeps_kv=keeps_kv)
+    assert hits == PrefixHits(repeated=5, cached=5, published=published)
 
 
 def test_an_aborted_turn_counts_nothing() -> None:

@@ -181,8 +181,10 @@ def test_the_use_of_keys_and_values_is_drawn_where_engines_tell_it(tmp_path: Pat
     for batch in range(2):
         log.event("committed", batch=batch, samples=8, in_flight=5, retractions=0, kv_use=0.7 + 0.1 * batch)
     assert "prefix hits" not in drawn(RunLog.read(run))[title]
-    log.event("committed", batch=2, samples=8, prefix_tokens=90, prefix_hits=0.5, prefix_published=0)
-    assert "prefix hits, 2: 0.5" in drawn(RunLog.read(run))[title]
+    log.event("committed", batch=2, samples=8, prefix_tokens=90, prefix_hits=0.5, prefix_published=36)
+    found = drawn(RunLog.read(run))[title]
+    assert "prefix hits, 2: 0.5" in found
+    assert "read again after a publish, 2: 0.4" in found
 
 
 def test_mfu_by_hand(tmp_path: Path) -> None:
