@@ -54,6 +54,7 @@ EXTRA_OF = {
     "transformer_engine": "learner-gpu",
     "tensorboard": "export",
     "wandb": "export",
+    "mcp": "mcp",
 }
 """The extra of each package that a machine for planning and reading runs does not need."""
 LEARNER = tuple(package for package, extra in EXTRA_OF.items() if extra == "learner")

@@ -12,7 +12,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.episodes.chat_format import ChatFormat
 from pipeline.episodes.episode import Budget, EpisodeRunner
 from pipeline.episodes.host import EpisodeHost
-from pipeline.episodes.tools import Tools
+from pipeline.episodes.tools import MCP_SERVERS, Tools
 from pipeline.rewards.worker_process import TOOLBOX
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -21,8 +21,8 @@ from pipeline.tasks.tokenizer import Tokenizer
 async def build_episodes(
     run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer, event_log: EventLog
 ) -> AsyncIterator[EpisodeRunner | None]:
-    """Yield the runner; None for a recipe without episodes. Raises RecipeError if the user's code cannot be imported,
-    if this machine has no sandbox for it, or if the chat format cannot be used."""
+    """Yield the runner; None for a recipe without episodes. Raises RecipeError if the user's code cannot be imported
+    or an MCP server does not answer, if this machine has no sandbox for it, or if the chat format cannot be used."""
     section = recipe.episode
     if section is None:
         yield None
@@ -33,6 +33,7 @@ async def build_episodes(
     code = section.environment or section.agent
     foreign = [code] if code else []
     foreign += [TOOLBOX] if {*section.tools} - {"calculator"} else []
+    foreign += [MCP_SERVERS] if section.mcp else []
     sandbox = choose_sandbox(run, foreign, event_log) if foreign and recipe.reward.sandbox == "auto" else None
     async with AsyncExitStack() as stack:
         gateway = None
@@ -42,15 +43,17 @@ async def build_episodes(
             gateway = await stack.enter_async_context(Gateway())
         host = stack.enter_context(EpisodeHost(code, section.memory_mib, sandbox)) if code else None
         tools = None
-        if section.tools:
+        if section.tools or section.mcp:
             tools = await stack.enter_async_context(
                 Tools(
                     section.tools,
+                    mcp=section.mcp,
                     sandbox=sandbox,
                     deadline_s=section.step_s,
                     memory_mib=section.memory_mib,
                 )
             )
+            await tools.list_servers()
         yield EpisodeRunner(
             chat=chat,
             budget=Budget(

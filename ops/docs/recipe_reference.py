@@ -98,9 +98,11 @@ def _rows(prefix: str, path: str, definition: Schema, definitions: dict[str, Sch
         default = "needed" if key in required else _default(body)
         meaning = _cell(_shown(body.get("description", "")))
         yield f"| {anchor}`{name}` | {_cell(_kind(body, definitions))} | {default} | {meaning} |"
-        for inner in _objects(body, definitions):
-            if inner.get("properties"):
-                yield from _rows(prefix, f"{name}.", inner, definitions)
+        named = body.get("additionalProperties")
+        for below, inside in ((name, body), (f"{name}.NAME", named if isinstance(named, dict) else {})):
+            for inner in _objects(inside, definitions):
+                if inner.get("properties"):
+                    yield from _rows(prefix, f"{below}.", inner, definitions)
 
 
 def _default(body: Schema) -> str:

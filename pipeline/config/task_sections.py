@@ -288,6 +288,19 @@ class RewardSection(Section):
     )
 
 
+class McpServer(Section):
+    """A server of the Model Context Protocol over standard input and output."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="What starts it, in the working folder of the run. It sees what a reward function does, writes to "
+        "TMPDIR, which is HOME, and has no network.",
+    )
+    env: tuple[str, ...] = Field(
+        (), description="Names of environment variables that it gets beside PATH and the like."
+    )
+
+
 class EpisodeSection(Section):
     """Attempts of several turns: an environment, an agent, or tools around the policy (docs/agents.md)."""
 
@@ -312,6 +325,11 @@ class EpisodeSection(Section):
     tools: tuple[Literal["python", "shell", "calculator"], ...] = Field(
         (), description="Tools that the policy may call, run in the sandbox of rewards, without network."
     )
+    mcp: Mapping[str, McpServer] = Field(
+        {},
+        description="MCP servers over stdio, whose tools the policy may call: each a process of its own in each "
+        "episode that calls it, in the sandbox of rewards.",
+    )
     turns: PositiveInt = Field(16, description="Most turns of the policy in an episode.")
     sampled_tokens: PositiveInt | None = Field(
         None, description="Most tokens that the policy writes in an episode; default: as many as fit in its context."
@@ -333,10 +351,12 @@ class EpisodeSection(Section):
         ways = [name for name in ("environment", "agent", "command") if getattr(self, name)]
         if len(ways) > 1:
             raise ValueError(f"{' and '.join(ways)} are given, expected one of them at most; leave the others out")
-        if not ways and not self.tools:
-            raise ValueError("none of environment, agent, command and tools is given; name what episodes consist of")
-        if ways and ways[0] != "environment" and self.tools:
-            raise ValueError(f"tools are not for episode.{ways[0]}, which has tools of its own; leave them out")
+        if not ways and not self.tools and not self.mcp:
+            raise ValueError(
+                "none of environment, agent, command, tools and mcp is given; name what episodes consist of"
+            )
+        if ways and ways[0] != "environment" and (self.tools or self.mcp):
+            raise ValueError(f"tools and mcp are not for episode.{ways[0]}, which has its own; leave them out")
         if self.options and not self.environment:
             raise ValueError("options are for an environment, and none is named; leave them out")
         return self

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_MOST_CHARACTERS = 1 << 20
+MOST_CHARACTERS = 1 << 20
 _LONGEST_POWER_BITS = 4096
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -47,7 +47,7 @@ class Toolbox:
     async def step(self, call: Mapping[str, Any]) -> tuple[str, bool]:
         run = dict(python=self._python, shell=_shell)[call["name"]]
         text, failed = run(call["argument"])
-        return text[:_MOST_CHARACTERS], failed
+        return text[:MOST_CHARACTERS], failed
 
     def _python(self, code: str) -> tuple[str, bool]:
         """Run code as a notebook does: its names stay, and the value of a last expression is printed."""
@@ -75,7 +75,7 @@ def _shell(command: str) -> tuple[str, bool]:
         stderr=subprocess.STDOUT,
         check=False,
     )
-    text = ended.stdout[-_MOST_CHARACTERS:].decode(errors="replace")
+    text = ended.stdout[-MOST_CHARACTERS:].decode(errors="replace")
     return (text + f"\n[exit status {ended.returncode}]" if ended.returncode else text), ended.returncode != 0
 
 

@@ -114,6 +114,6 @@ def test_the_list_of_the_rollout_image_is_complete_and_has_nothing_of_an_engine_
     assert not {"torch", "sglang", "transformers"} & found.keys()
 
 
-def test_the_lock_of_cpus_holds_all_that_the_extra_asks_for() -> None:
-    found = resolved(requirements("cpu"), locks=["cpu"], python="3.11")
+def test_the_lock_of_cpus_holds_all_that_its_extras_ask_for() -> None:
+    found = resolved(requirements("cpu", "mcp"), locks=["cpu"], python="3.11")
     assert {name for name in found if not ON_GPUS.match(name)} <= pins("cpu").keys()

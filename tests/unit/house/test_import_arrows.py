@@ -41,9 +41,9 @@ ADAPTERS_MAY_USE = tuple(
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")
-WORKERS_ALONE = "pipeline.rewards.mathematics"
-"""Loaded by the processes that run math_verify, and by nothing else when it is imported."""
-HEAVY = {"torch", "transformers", "megatron", "sglang", "math_verify", "sympy", "tensorboard", "wandb"}
+WORKERS_ALONE = ("pipeline.rewards.mathematics", "pipeline.episodes.mcp_servers")
+"""Loaded by the processes that run math_verify or MCP servers, and by nothing else when it is imported."""
+HEAVY = {"torch", "transformers", "megatron", "sglang", "math_verify", "sympy", "tensorboard", "wandb", "mcp"}
 
 
 def module_of(file: Path) -> str:
@@ -200,7 +200,7 @@ def modules_after(*modules: str) -> set[str]:
 
 def test_the_run_itself_needs_no_heavy_stack() -> None:
     """`pipeline` reads a run directory anywhere, and the command line answers at once: neither loads torch."""
-    light = [module for module in MODULES if is_in(module, ("pipeline",)) and module not in (*LOOPS, WORKERS_ALONE)]
+    light = [module for module in MODULES if is_in(module, ("pipeline",)) and module not in (*LOOPS, *WORKERS_ALONE)]
     assert modules_after("launch.cli", *light) & HEAVY == set()
 
 

@@ -38,8 +38,9 @@ def named_by(extra: str) -> dict[str, Requirement]:
     return found
 
 
-def test_the_lock_satisfies_the_extra_of_a_cpu() -> None:
-    for name, requirement in named_by("cpu").items():
+@pytest.mark.parametrize("extra", ["cpu", "mcp"])
+def test_the_lock_satisfies_the_extras_of_the_tests(extra: str) -> None:
+    for name, requirement in named_by(extra).items():
         assert requirement.specifier.contains(LOCK[name], prereleases=True), requirement
 
 

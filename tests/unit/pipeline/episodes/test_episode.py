@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+import tests.support
 from pipeline import spans
+from pipeline.config.task_sections import McpServer
 from pipeline.data.batch import Completion, Prompt, StopReason
 from pipeline.data.event_log import EventLog
 from pipeline.episodes.chat_format import ChatFormat
@@ -115,6 +118,29 @@ def test_tools_are_called_until_the_policy_answers(runner: Callable[..., Episode
     assert (episode.text, episode.reward) == ("42", None)
     facts = episode.facts
     assert (facts.stopped, facts.turns, facts.tool_calls) == (StopReason.FINISHED, 2, 1)
+
+
+@pytest.mark.slow
+def test_an_mcp_server_is_a_tool_whose_death_is_a_fault_that_is_retried_once(
+    runner: Callable[..., EpisodeRunner], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    words = McpServer(command=("python", str(Path(tests.support.__file__).with_name("mcp_server.py"))))
+
+    async def run() -> Episode:
+        async with Tools([], mcp=dict(words=words), sandbox=None, deadline_s=120.0, memory_mib=2048) as tools:
+            await tools.list_servers()
+            made = runner(tools=tools)
+            with pytest.raises(EpisodeFailedError, match="the MCP server words ended"):
+                await made.run(PROMPT, Policy(tokenizer, "!end").ask)
+            return await made.run(PROMPT, policy.ask)
+
+    policy = Policy(tokenizer, "!count sea", "!long", "42")
+    episode = asyncio.run(run())
+    assert policy.read[1].endswith("<sea has 3 letters call 1<|end|>:")
+    assert policy.read[2].endswith(f"<{'x' * BUDGET.observation_bytes} {(1 << 20) - 64} bytes left out<|end|>:")
+    assert (episode.text, episode.facts.stopped, episode.facts.tool_calls) == ("42", StopReason.FINISHED, 2)
+    events = (tmp_path / "run/events/collector-000001.jsonl").read_text(encoding="utf-8").strip().split("\n")
+    assert [json.loads(one)["again"] for one in events] == [True, False]
 
 
 @pytest.mark.parametrize(

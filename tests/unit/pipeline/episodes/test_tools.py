@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.episodes.tools import ToolResult, Tools, Workspace
 from pipeline.errors import RecipeError
-from pipeline.rewards.worker_process import Sandbox
+from pipeline.rewards.worker_process import TOOLBOX, Sandbox
 from tests.support.sandboxes import sandbox_of
 
 NAMES = ("python", "shell", "calculator")
@@ -88,7 +88,7 @@ def test_an_episode_finds_nothing_of_another(sandbox: Sandbox | None) -> None:
         assert (await python(third, look)).text == "[]\nFalse\n"
         await second.close()
         await third.close()
-        assert len(tools._spare) == 2
+        assert len(tools._spare[TOOLBOX]) == 2
 
     with_tools(work, sandbox)
 
