@@ -7,22 +7,23 @@ from typing import Any
 
 
 class Echo:
-    """Asks for digits three times; the reward of a turn is the share of digits in it. With `stuck`, the environment of
-    a prompt that begins with 9 never answers."""
+    """Asks for digits three times; the reward of a turn is the share of digits in it. It answers with the number of the
+    turn and the first digits in it. With `stuck`, the environment of a prompt that begins with 9 never answers."""
 
     def __init__(self, turns: int = 3, stuck: bool = False) -> None:
-        self._left, self._stuck = turns, stuck
+        self._turns, self._stuck, self._turn = turns, stuck, 0
 
     async def reset(self, task: Mapping[str, Any]) -> list[dict[str, str]]:
         while self._stuck and task["prompt"].startswith("9"):
             pass  # nor does it let others run
-        return [dict(role="system", content="digits"), dict(role="user", content=task["prompt"])]
+        return [dict(role="system", content="0"), dict(role="user", content=task["prompt"])]
 
     async def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, str]], float, bool]:
         said = message["content"]
-        self._left -= 1
-        share = sum(character.isdigit() for character in said) / max(1, len(said))
-        return [dict(role="user", content=said[:3] or "0")], share / 3, self._left <= 0
+        digits = "".join(filter(str.isdigit, said))
+        self._turn += 1
+        share = len(digits) / max(1, len(said))
+        return [dict(role="user", content=f"{self._turn}{digits[:3]}")], share / 3, self._turn >= self._turns
 
 
 async def asking_twice(client: Any, task: Mapping[str, Any]) -> float:

@@ -34,13 +34,12 @@ class Kills:
         return self.plan.id
 
     def run(self) -> str:
+        from tests.chaos.kills.plan import make_model_of
         from tests.chaos.kills.zygote import ask
-        from tests.support.runs import make_model
 
-        folder, model = (RUNS / self.id).absolute(), (RUNS / "model").absolute()
+        folder = (RUNS / self.id).absolute()
         shutil.rmtree(folder, ignore_errors=True)
-        if not (model / "config.json").exists():
-            make_model(model)
+        model = make_model_of(self.plan, RUNS.absolute())
         found = ask(self.plan, folder, model)
         self.details = {"commit": commit(), **found["details"]}
         verdict: str = found["verdict"]

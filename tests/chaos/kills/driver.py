@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from typing import Any
 
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
-from tests.chaos.kills import hooks
-from tests.chaos.kills.plan import STEPS_A_FAULT, Fault, Plan
+from tests.chaos.kills import episodes, hooks
+from tests.chaos.kills.plan import Fault, Plan
 from tests.support.runs import make_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +49,7 @@ class Drive:
     problems: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     kills: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
     _supervisor: int = 0
     _ended: int | None = None
@@ -86,18 +88,18 @@ class Drive:
         seconds = dict(seconds_of_run=round(took, 1), cpu_seconds=cpu)
         return dict(
             verdict="; ".join(self.problems) or "ok",
-            details=dict(kills=self.kills, faults=len(self.plan.faults), **seconds, log=self.log),
+            details=dict(kills=self.kills, faults=len(self.plan.faults), **seconds, **self.details, log=self.log),
         )
 
     # ------------------------------------------------------------------------------------------------------- one fault
 
     def _let_happen(self, fault: Fault) -> None:
         started = time.monotonic()
-        self._pace += STEPS_A_FAULT
+        self._pace += self.plan.steps_a_fault
         self._put("pace", str(self._pace))
-        if fault.action in ("clock", "fill"):
+        if fault.action in ("clock", "fill", "strike"):
             self._expected = fault.action == "fill"
-            (self._jump if fault.action == "clock" else self._fill)(fault)
+            dict(clock=self._jump, fill=self._fill, strike=self._strike)[fault.action](fault)
             return
         self._put("armed.json", json.dumps([fault.order()]))
         mark = self.folder / "fired" / fault.id
@@ -137,6 +139,28 @@ class Drive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.kills += 1
+
+    def _strike(self, fault: Fault) -> None:
+        """Kill one of the victims that are there; a run that waits for its pace goes on until there is one."""
+        self._wait(lambda: len(read_metrics(self.run)) >= int(fault.point), FIRE_S, f"step {fault.point}")
+        ends, found, [victim] = time.monotonic() + fault.lasts_s, list[int](), fault.victims
+
+        def struck() -> bool:
+            nonlocal ends
+            found[:] = hooks.find(victim)
+            if not found and time.monotonic() > ends + 1:
+                ends, self._pace = time.monotonic(), self._pace + 1
+                self._put("pace", str(self._pace))
+            return bool(found)
+
+        self._wait(lambda: time.monotonic() > ends, FIRE_S, "the time of a strike")
+        if not self._wait(struck, FIRE_S, f"{victim} to be there"):
+            self.log.append(f"{fault.id}: the run ended before")
+            return
+        with suppress(ProcessLookupError):
+            os.kill(random.Random(fault.id).choice(found), signal.SIGKILL)
+            self.kills += 1
+            self.log.append(f"{fault.id}: of {len(found)}, at step {len(read_metrics(self.run))}")
 
     def _jump(self, fault: Fault) -> None:
         self._put("clock", json.dumps({fault.victims[0]: fault.jump_s}))
@@ -329,6 +353,8 @@ def judge(drive: Drive) -> list[str]:
     for key in ("lost", "duplicated", "version_violations", "missing_batches"):
         if audit.get(key):
             found.append(f"{key}: {audit[key]}")
+    if section := drive.plan.overrides.get("episode"):
+        found += episodes.faults(drive.run, drive.model, section, drive.details)
     seldom = ("--set", "checkpoint.every=1000")  # which changes no weight, and takes half the time
     code, said, error = ask(drive.folder, "replay", "train", "--replay", str(drive.run), "--json", *seldom, forked=True)
     if code or not json.loads(said).get("bit_identical"):

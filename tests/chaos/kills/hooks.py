@@ -52,6 +52,7 @@ _STEP = re.compile(rb'"step": (\d+)')
 _CLOCK_POLL_S = 0.1
 _PACE_POLL_S = 0.02
 _GIVE_UP_S = 600.0
+_HOST = "from pipeline.episodes.host import main"
 
 _name = ""
 _folder = ""
@@ -265,7 +266,8 @@ def _wait_for_pace(step: int) -> None:
 
 def find(victim: str) -> list[int]:
     """Process ids of a victim: a name, `scheduler` of an engine, `verifier` of the collector, or `NAME*`, which is the
-    process and all below it. Empty when it is not there."""
+    process and all below it. Empty when it is not there. Of `host` (environments or tools), `episode` (a fork of such
+    a host) and `agent` (a command), all that are there: one of them is the victim."""
     match victim:
         case "self":
             return [os.getpid()]
@@ -273,6 +275,12 @@ def find(victim: str) -> list[int]:
             return [p for p in below(find("engine-0")) if "resource_tracker" not in _said(p)][:1]
         case "verifier":
             return [p for p in below(find("collector")) if "resource_tracker" not in _said(p)][-1:]
+        case "host" | "episode":
+            hosts = {p for p in below(find("collector")) if _HOST in _said(p) and "bwrap" not in _said(p)}
+            forks = {p for p in hosts if _parent_of(p) in hosts}
+            return sorted(forks if victim == "episode" else hosts - forks)
+        case "agent":
+            return [p for p in below(find("collector")) if "black_box.py" in _said(p)]
     name, whole = victim.rstrip("*"), victim.endswith("*")
     try:
         with _open(f"{_folder}/pids/{name}") as file:
@@ -309,6 +317,14 @@ def start_of(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        with _open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _said(pid: int) -> str:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 SEED = 13
@@ -35,7 +36,21 @@ CHANNELS = ("disk", "broadcast", "ipc")
 LAYOUTS = ("tensor_parallel", "data_parallel")
 STEPS_A_FAULT = 3
 """A checkpoint, a stage and an evaluation come every two steps: each point is reached within three."""
-Action = Literal["kill", "stop", "full", "clock", "fill"]
+Action = Literal["kill", "stop", "full", "clock", "fill", "strike"]
+"""strike: a kill at a moment that nothing in the run decides."""
+EPISODES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "environment": (dict(environment="tests.support.environments:Echo"), ("host", "episode")),
+    "agent": (dict(agent="tests.support.environments:asking_twice"), ("host", "episode")),
+    "tools": (dict(tools=["python"], turns=4), ("host", "episode")),
+    "command": (dict(command=["python", "-I", "-S", "tests/support/black_box.py"]), ("agent",)),
+}
+"""Kind of a run of episodes → its section, and the processes that it has beside the others."""
+STUCK: dict[str, dict[str, Any]] = {
+    "environment": dict(options=dict(stuck=True), step_s=2.0),
+    "command": dict(command=["python", "-I", "-S", "tests/support/black_box.py", "stuck"], agent_s=3.0),
+}
+"""Kind → what makes the episodes of prompts that begin with 9 never end."""
+NUM_EPISODE_RUNS = 60
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class Fault:
     apart_s: float = 0.0
     """Between two victims."""
     lasts_s: float = 0.0
-    """Of a stop, and of a wrong clock."""
+    """Of a stop, of a wrong clock, and of the time from the point of a strike, a number of steps, to the strike."""
     jump_s: float = 0.0
     """Of a clock."""
     first: str = ""
@@ -77,12 +92,28 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        return STEPS_A_FAULT * len(self.faults) + 3
+        spare = 4 if "episode" in self.overrides else 0  # until the process that a strike seeks is there
+        return self.steps_a_fault * (len(self.faults) + 1) + spare
+
+    @property
+    def steps_a_fault(self) -> int:
+        """Steps that the learner may take, for each fault."""
+        return 2 if "episode" in self.overrides else STEPS_A_FAULT
 
 
 def plans() -> list[Plan]:
     """All of them; those that say most come first."""
-    return [*matrix(), *pairs(), *stops(), full_disks(), full_file_system(), clocks(), *by_exec(), deltas()]
+    return [
+        *matrix(),
+        *pairs(),
+        *stops(),
+        full_disks(),
+        full_file_system(),
+        clocks(),
+        *by_exec(),
+        deltas(),
+        *episodes(),
+    ]
 
 
 def matrix() -> Iterator[Plan]:
@@ -218,6 +249,48 @@ def deltas() -> Plan:
     overrides = dict(rollout=dict(precision="fp8_block"), learner=dict(optimizer=dict(lr=1e-5, warmup_steps=0)))
     whole = dict(weights=dict(channel="delta", whole_every=4))
     return Plan("deltas", "sync", "delta", LAYOUTS[1], faults, overrides=overrides | whole)
+
+
+def make_model_of(plan: Plan, folder: Path) -> Path:
+    """Return a model for a plan's run, in `folder`; one of episodes knows the characters of roles and calls."""
+    from launch.convert.new_model import DEFAULT_CHARACTERS, new_model
+
+    speaks = "episode" in plan.overrides
+    model = folder / ("speaker" if speaks else "model")
+    if not (model / "config.json").exists():
+        new_model(model, characters="0123456789=#>:<!" if speaks else DEFAULT_CHARACTERS)
+    return model
+
+
+def episodes() -> Iterator[Plan]:
+    """Runs of episodes: one to three kills at random of the collector, with the gateway that it holds, of an engine or
+    a process of it, and of the processes of environments, agents and tools. In every third run of environments and
+    agents by command, those of some prompts never end."""
+    for number in range(NUM_EPISODE_RUNS):
+        rng, kind = random.Random(SEED + 4 + number), list(EPISODES)[number % len(EPISODES)]
+        (section, own), engines = EPISODES[kind], 2 if number // len(EPISODES) % 4 == 1 else 1
+        if number // len(EPISODES) % 3 == 0:
+            section = {**section, **STUCK.get(kind, {})}
+        faults = []
+        for place in range(rng.choice((1, 1, 1, 2, 2, 3))):
+            victim = rng.choice(("collector", rng.choice(("engine-0", "scheduler", "engine-role-0")), *own, *own))
+            step, after = rng.randint(0, 2 * (place + 1)), round(rng.uniform(0.0, 2.0), 3)
+            faults.append(Fault(f"{place:02d}-strike-{victim}", f"{step}", (victim,), "strike", lasts_s=after))
+        overrides = dict(
+            episode=section,
+            rollout=dict(engines=engines, prompts_per_batch=4, group_size=2, max_new_tokens=8, context_tokens=128),
+            learner=dict(tensor_parallel=1, micro_batch_tokens=256),
+            evaluation=dict(every=4, prompts=2, samples=1),
+        )
+        schedule, channel = SCHEDULES[number % 3], CHANNELS[number // 3 % 3]
+        yield Plan(
+            f"episodes-{number:02d}-{kind}-{schedule}-{channel}",
+            schedule,
+            channel,
+            LAYOUTS[0],
+            tuple(faults),
+            overrides=overrides,
+        )
 
 
 def in_short() -> Plan:

@@ -6,17 +6,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
+from pipeline.data.batch import Batch, TokenKind
+from pipeline.data.store import BatchStore
+from tests.chaos.kills.episodes import faults
 from tests.chaos.kills.plan import (
     CHANNELS,
     POINTS,
     PROCESSES,
     SCHEDULES,
     deltas,
+    episodes,
     in_short,
+    make_model_of,
     matrix,
     shares,
 )
@@ -54,6 +63,38 @@ def test_ranks_that_hold_shares_may_die(tmp_path: Path) -> None:
     found = ask(plan, tmp_path / "case", make_model(tmp_path / "model"))
     assert found["verdict"] == "ok", "\n".join([found["verdict"], *found["details"].get("log", [])])
     assert found["details"]["kills"] == len(plan.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.loop
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [19, 40])
+def test_episodes_are_whole_whatever_dies(tmp_path: Path, number: int) -> None:
+    """A collector with the gateway of agents by command, and the host of environments."""
+    plan = next(plan for plan in episodes() if plan.id.startswith(f"episodes-{number}-"))
+    model = make_model_of(plan, tmp_path)
+    found = ask(plan, tmp_path / "case", model)
+    assert found["verdict"] == "ok", "\n".join([found["verdict"], *found["details"].get("log", [])])
+    assert found["details"]["kills"] == len(plan.faults)
+    assert found["details"]["turns"] == 3 * found["details"]["episodes"]
+    run, read = tmp_path / "case" / "runs" / "run", BatchStore.read
+
+    def faults_if(change: Callable[[Batch], Batch], read_as: Callable[[int], int]) -> list[str]:
+        with patch.object(BatchStore, "read", lambda store, index, _: change(read(store, read_as(index), None))):
+            return [*faults(run, model, plan.overrides["episode"], {})]
+
+    assert not faults_if(lambda batch: batch, lambda index: index)
+    assert any("trained twice" in one for one in faults_if(lambda batch: batch, lambda _: 0))
+    assert any("turn 1 said" in one for one in faults_if(_with_another_answer, lambda index: index))
+
+
+def _with_another_answer(batch: Batch) -> Batch:
+    """The batch, as if the environment had counted its first turn otherwise."""
+    assert batch.token_kind is not None
+    first = int(np.flatnonzero(batch.token_kind == TokenKind.USER)[0])
+    tokens = batch.tokens.copy()
+    tokens[batch.prompt_lengths[0] + first] += 1
+    return replace(batch, tokens=tokens)
 
 
 def test_the_matrix_is_covered() -> None:
