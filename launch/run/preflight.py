@@ -26,6 +26,7 @@ from pipeline.data.checksums import verify_folder
 from pipeline.data.files import require_space
 from pipeline.data.run_directory import RunDirectory
 from pipeline.demonstrations import unstopped_end
+from pipeline.episodes.chat_format import ChatFormat
 from pipeline.errors import MachineError, PortInUseError, RecipeError
 from pipeline.importing import LEARNER, absent, how_to_install
 from pipeline.ports.weights import WeightCheck
@@ -54,6 +55,8 @@ def preflight(recipe: Recipe) -> TaskPrompts:
         read_hf_config(reference, "reference.path")
         check_weights(reference, ModelConfig.from_hf(config))
     check_teacher(recipe, tokenizer)
+    if recipe.episode is not None:
+        ChatFormat.of(tokenizer)
     prompts = build_prompts(recipe, tokenizer)
     # Data rows that are too long have been removed. Engines would always refuse generated prompts that are too long.
     room = recipe.rollout.context_tokens - recipe.rollout.max_new_tokens

@@ -99,7 +99,14 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._has_template = tokenizer.has_template
         if not self._has_template:
-            tokenizer.encode("".join(ROLE_CHARACTERS.values()) + CALL_CHARACTER)
+            needed = "".join(ROLE_CHARACTERS.values()) + CALL_CHARACTER
+            try:
+                tokenizer.encode(needed)
+            except ModelError as error:
+                raise ModelError(
+                    f"{str(error).partition(';')[0]}; a folder without a chat template marks the messages of episodes "
+                    f"by {needed}: make it with these in --characters, or give it a chat_template.jinja"
+                ) from error
         self._thinks = self._has_template and _THOUGHT in tokenizer.template
         user, mark = {"role": "user", "content": "Hello."}, unused_mark("")
         silent, asked = self._text([user], to_answer=False), self._text([user])

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import tempfile
 import time
-from itertools import count
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.data.batch import Sampling
@@ -46,38 +47,39 @@ async def play(fleet: Fleet, episodes: int, turns: int, seed: int, *, with_affin
     return hits, time.monotonic() - started
 
 
-async def publish(fleet: Fleet, model: Path, first: int, pause_s: float) -> None:
-    """Publish versions from `first` on, until cancelled."""
-    for version in count(first):
-        await asyncio.sleep(pause_s)
-        await fleet.load(version, model, WeightCheck(version=version))
+async def publish(fleet: Fleet, model: Path, first: int, pause_s: float, over: asyncio.Event) -> int:
+    """Publish versions from `first` on until it is `over`; return how many."""
+    published = 0
+    while not over.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), pause_s)
+            break
+        await fleet.load(first + published, model, WeightCheck(version=first + published))
+        published += 1
+    return published
 
 
 async def main(folder: Path, model: Path, urls: list[str], episodes: int, turns: int, pause_s: float) -> None:
-    rounds = [(True, False, False), (False, False, False)] * 2 + [(True, True, False), (True, True, True)] * 2
-    for seed, (with_affinity, publishes, keeps_kv) in enumerate(rounds):
-        fleet, first = fleet_of(folder, urls, key=KEY, keeps_kv=keeps_kv), 1000 * seed
-        publisher: asyncio.Task[None] | None = None
+    rounds = 2 * [(True, math.inf, False), (False, math.inf, False)]
+    rounds += 2 * [(True, pause_s, False), (True, pause_s, True)]
+    for seed, (with_affinity, pause, keeps_kv) in enumerate(rounds):
+        # As in a run, the learner's fleet publishes and the collector's samples; the first flushes the caches.
+        flush = fleet_of(folder, urls, key=KEY)
+        learner, collector = (fleet_of(folder, urls, key=KEY, keeps_kv=keeps_kv) for _ in range(2))
+        first, over = 1000 * seed, asyncio.Event()
         try:
-            # A flush, in which nothing is under way: by a fleet that keeps none, so that each round begins alike.
-            flush = fleet_of(folder, urls, key=KEY)
             await flush.load(first, model, WeightCheck(version=first))
-            await flush.close()
-            await fleet.load(first, model, WeightCheck(version=first))
-            if publishes:
-                publisher = asyncio.create_task(publish(fleet, model, first + 1, pause_s))
-            hits, seconds = await play(fleet, episodes, turns, seed, with_affinity=with_affinity)
+            await collector.load(first, model, WeightCheck(version=first))
+            publisher = asyncio.create_task(publish(learner, model, first + 1, pause, over))
+            hits, seconds = await play(collector, episodes, turns, seed, with_affinity=with_affinity)
+            over.set()
+            publishes = await publisher
         finally:
-            if publisher is not None:
-                publisher.cancel()
-                await asyncio.gather(publisher, return_exceptions=True)
-            served = max(state.version or first for state in fleet.state())
-            await fleet.close()
-        found = dict(affinity=with_affinity, publishes=served - first, keeps_kv=keeps_kv, seconds=seconds)
-        tell(
-            found
-            | dict(hits=hits.cached / hits.repeated, published=hits.published / hits.repeated, tokens=hits.repeated)
-        )
+            for fleet in (flush, learner, collector):
+                await fleet.close()
+        found = dict(affinity=with_affinity, publishes=publishes, keeps_kv=keeps_kv, seconds=seconds)
+        shares = dict(hits=hits.cached / hits.repeated, published=hits.published / hits.repeated)
+        tell(found | shares | dict(tokens=hits.repeated))
 
 
 if __name__ == "__main__":

@@ -251,6 +251,10 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("model.path=Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-0.6B is not a folder", "downloaded HF model"),
     ),
+    "episodes of a model without the characters of messages": (
+        lambda shop: shop.train('episode={"command": ["agent"]}'),
+        ("'#>:<!' cannot be encoded", "chat_template.jinja"),
+    ),
     "a context longer than the model's": (
         lambda shop: shop.train("rollout.context_tokens=5000", "learner.micro_batch_tokens=8192"),
         ("rollout.context_tokens is 5000", "takes 4096 tokens at most", "lower rollout.context_tokens"),
