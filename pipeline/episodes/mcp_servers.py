@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import IO, Any
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp_types import CONNECTION_CLOSED
 
+from pipeline.child_process import dying_with_this
 from pipeline.episodes.toolbox import MOST_CHARACTERS
 
 _LAST_WORDS_BYTES = 2000
@@ -69,10 +71,11 @@ class McpServers:
         if name not in self._clients:
             server = self._servers[name]
             self._logs[name] = log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - as long as its server
-            command, *arguments = (sys.executable if word == "python" else word for word in server["command"])
+            words = dying_with_this(signal.SIGKILL)
+            words += [sys.executable if word == "python" else word for word in server["command"]]
             parameters = StdioServerParameters(
-                command=command,
-                args=arguments,
+                command=words[0],
+                args=words[1:],
                 env=dict(TMPDIR=os.environ["TMPDIR"]) | server["env"],
                 encoding_error_handler="replace",
             )
@@ -90,7 +93,8 @@ class McpServers:
         said = os.pread(log, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES)).decode(errors="replace").strip()
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        return f"the MCP server {name} ended, or cannot be started: {said.rpartition(chr(10))[2] or error}"
+        command = self._servers[name]["command"][0]
+        return f"the MCP server {name} ({command}) ended, or cannot be started: {said.rpartition(chr(10))[2] or error}"
 
 
 def _words(block: Any) -> str:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +128,35 @@ def test_a_server_that_is_killed_in_a_call_is_a_fault_and_the_next_episode_has_a
             for one in servers():
                 if SERVER in one.cmdline():
                     os.kill(one.pid, signal.SIGKILL)
-            with pytest.raises(EpisodeFailedError, match="the MCP server words ended"):
+            with pytest.raises(EpisodeFailedError, match=r"the MCP server words \(python\) ended"):
                 await call
         async with opened(tools) as ended:
-            with pytest.raises(EpisodeFailedError, match="the MCP server words ended"):
+            with pytest.raises(EpisodeFailedError, match=r"the MCP server words \(python\) ended"):
                 await called(ended, "end")
         async with opened(tools) as last:
             assert (await called(last, "count", word="sea")).text == "sea has 3 letters call 1"
+
+    with_servers(work, rung=rung)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", [None, "bubblewrap"])
+def test_a_server_dies_with_the_process_that_asks_it(rung: str | None) -> None:
+    async def work(tools: Tools) -> None:
+        async with opened(tools) as workspace:
+            call = asyncio.create_task(called(workspace, "hang"))
+            await until(lambda: len(servers()) == 2)
+            running = servers()
+            (server,) = (one for one in running if SERVER in one.cmdline())
+            assert workspace._servers._host is not None
+            workspace._servers._host._process.kill()
+            with pytest.raises(EpisodeFailedError, match="its process ended"):
+                await call
+            psutil.wait_procs([server], 120.0)
+            assert not server.is_running()
+            for one in running:  # without a sandbox nobody ends what a server has left
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
 
     with_servers(work, rung=rung)
 
@@ -157,7 +179,7 @@ def test_a_server_that_hangs_is_a_fault_within_the_deadline_and_leaves_nothing()
         (dict(words=McpServer(command=("python", "-c", "raise SystemExit('no key')"))), "cannot be started: no key"),
         pytest.param(
             dict(words=McpServer(command=("no-such-program",))),
-            "words .* cannot be started: .*no-such-program",
+            r"words \(no-such-program\) .* cannot be started: .*No such file",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -169,9 +191,10 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start(mcp: Mapping[str, 
     async def work(tools: Tools) -> None:
         raise AssertionError
 
+    before = {*psutil.Process().children()}
     with pytest.raises(RecipeError, match=said):
         with_servers(work, mcp)
-    assert not psutil.Process().children()
+    assert {*psutil.Process().children()} <= before
 
 
 def test_a_machine_without_the_package_is_told_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
