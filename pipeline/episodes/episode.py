@@ -28,7 +28,7 @@ from pipeline.child_process import dying_with_this
 from pipeline.data.batch import Completion, EpisodeFacts, Prompt, Row, StopReason
 from pipeline.data.event_log import EventLog
 from pipeline.episodes.chat_format import ChatFormat, Message
-from pipeline.episodes.host import EpisodeFailedError, EpisodeHost, Pipe
+from pipeline.episodes.host import EpisodeFailedError, EpisodeHost, HostDiedError, Pipe
 from pipeline.episodes.rows import EpisodeRows
 from pipeline.errors import EvenKeelError
 from pipeline.rewards.messages import is_number
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _LEFT_OUT = "\n[… {count} bytes left out]"
 _MOST_OUTPUT_BYTES = 1 << 20
 """Bytes of an agent's standard output, of which the last line may hold its reward."""
+_MOST_DEATHS = 3
+"""Deaths of the process of all episodes that are no failure of an episode; it may be the one that kills it."""
 Ask = Callable[[tuple[int, ...], int], Awaitable[Completion]]
 """Asks the engines to continue tokens by at most so many."""
 
@@ -237,14 +239,20 @@ class EpisodeRunner:
     event_log: EventLog
 
     async def run(self, prompt: Prompt, ask: Ask) -> Episode:
-        """Run one episode, at most twice. Raises EpisodeFailedError when it failed both times."""
-        for again in (True, False):
+        """Run one episode, at most twice, and again where the process of all episodes died. Raises EpisodeFailedError
+        when it failed both times."""
+        left, deaths = 2, _MOST_DEATHS
+        while True:
             try:
                 return await self._once(prompt, ask)
             except EpisodeFailedError as error:
-                self.event_log.event("episode_failed", group=prompt.group, again=again, reason=str(error))
-                failed = error
-        raise failed
+                if isinstance(error, HostDiedError) and deaths:
+                    deaths -= 1
+                else:
+                    left -= 1
+                self.event_log.event("episode_failed", group=prompt.group, again=left > 0, reason=str(error))
+                if not left:
+                    raise
 
     async def _once(self, prompt: Prompt, ask: Ask) -> Episode:
         session = Session(self.chat, ask, self.budget)

@@ -61,16 +61,33 @@ class EpisodeFailedError(RetryableError):
     """The environment or agent of an episode failed, or its process died. The episode has no reward."""
 
 
+class HostDiedError(EpisodeFailedError):
+    """The process that forks all episodes died, and this one with it. That is no fault of the episode."""
+
+
 class Pipe:
     """One end of the socket of an episode, in an event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, control: socket.socket | None
+    ) -> None:
+        self._reader, self._writer, self._control = reader, writer, control
 
     @staticmethod
-    async def of(end: socket.socket) -> Pipe:
-        """Return a pipe over one end of a socket, which it owns."""
-        return Pipe(*await asyncio.open_connection(sock=end))
+    async def of(end: socket.socket, control: socket.socket | None = None) -> Pipe:
+        """Return a pipe over one end of a socket, which it owns. `control` is the socket of the host of the process at
+        the other end."""
+        return Pipe(*await asyncio.open_connection(sock=end), control)
+
+    def _ended(self) -> EpisodeFailedError:
+        """Return the error of a lost connection. A process that dies closes its files before its children die."""
+        if self._control is not None:
+            poll = select.poll()
+            if self._control.fileno() >= 0:
+                poll.register(self._control, select.POLLRDHUP)
+            if self._control.fileno() < 0 or poll.poll(0):
+                return HostDiedError("the process of all episodes ended")
+        return EpisodeFailedError("its process ended")
 
     async def send(self, message: Mapping[str, Any]) -> None:
         """Send a message. Raises EpisodeFailedError when the other end is gone, or for a message that is too long."""
@@ -81,7 +98,7 @@ class Pipe:
         try:
             await self._writer.drain()
         except OSError:
-            raise EpisodeFailedError("its process ended") from None
+            raise self._ended() from None
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message. Raises EpisodeFailedError when the other end is gone or sends something else."""
@@ -91,7 +108,7 @@ class Pipe:
                 raise EpisodeFailedError(f"it sent {length} bytes, expected at most {MAX_MESSAGE_BYTES}")
             message = json.loads(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError):
-            raise EpisodeFailedError("its process ended") from None
+            raise self._ended() from None
         except (ValueError, RecursionError):
             raise EpisodeFailedError("it sent what is not JSON") from None
         if not isinstance(message, dict):
@@ -167,7 +184,7 @@ class EpisodeHost:
                         mine.close()
                         raise EpisodeFailedError(f"the process of environments cannot be asked: {error}") from error
                     await asyncio.to_thread(self._start_again, control)
-        return await Pipe.of(mine)
+        return await Pipe.of(mine, control)
 
     def _start_again(self, control: socket.socket | None) -> None:
         """Start the process anew, unless another episode has done so since its socket was `control`."""

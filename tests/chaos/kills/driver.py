@@ -355,6 +355,9 @@ def judge(drive: Drive) -> list[str]:
             found.append(f"{key}: {audit[key]}")
     if section := drive.plan.overrides.get("episode"):
         found += episodes.faults(drive.run, drive.model, section, drive.details)
+        strikes = sum(fault.victims[0] in ("host", "episode", "agent") for fault in drive.plan.faults)
+        if strikes < 2 and (given_up := drive.details["given_up"]):  # each is tried twice
+            found.append(f"{len(given_up)} groups given up: {given_up[0]}")
     seldom = ("--set", "checkpoint.every=1000")  # which changes no weight, and takes half the time
     code, said, error = ask(drive.folder, "replay", "train", "--replay", str(drive.run), "--json", *seldom, forked=True)
     if code or not json.loads(said).get("bit_identical"):

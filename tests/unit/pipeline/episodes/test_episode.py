@@ -21,7 +21,7 @@ import tests.support
 from pipeline import spans
 from pipeline.config.task_sections import McpServer
 from pipeline.data.batch import Completion, Prompt, StopReason
-from pipeline.data.event_log import EventLog
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.episodes.chat_format import ChatFormat
 from pipeline.episodes.episode import Budget, Episode, EpisodeRunner
 from pipeline.episodes.host import EpisodeFailedError, EpisodeHost
@@ -243,6 +243,30 @@ def test_an_agent_of_ours_asks_by_its_client(runner: Callable[..., EpisodeRunner
         assert (episode.facts.stopped, episode.facts.turns, episode.reward) == (StopReason.TURNS, 3, None)
         with pytest.raises(DeadlineExceededError):  # engines that are away are not for the agent to bear
             asyncio.run(runner(host=host, is_agent=True).run(PROMPT, Policy(tokenizer, "away").ask))
+
+
+@pytest.mark.parametrize(("kills", "tries"), [(2, 3), (99, 5)])
+def test_an_episode_does_not_pay_for_the_death_of_the_process_of_all(
+    runner: Callable[..., EpisodeRunner], tokenizer: Tokenizer, tmp_path: Path, kills: int, tries: int
+) -> None:
+    with EpisodeHost("episode_examples:Counting", 1024, None) as host:
+
+        class Killing(Policy):
+            async def ask(self, tokens: tuple[int, ...], most: int) -> Completion:
+                if len(self.read) < kills:
+                    host._process.kill()
+                    host._process.wait()
+                return await super().ask(tokens, most)
+
+        made, policy = runner(host=host), Killing(tokenizer, "1")
+        if tries <= kills:
+            with pytest.raises(EpisodeFailedError, match="the process of all episodes ended"):
+                asyncio.run(made.run(PROMPT, policy.ask))
+            assert len(policy.read) == tries
+        else:
+            assert asyncio.run(made.run(PROMPT, policy.ask)).facts.turns == 2
+    again = [bool(event["again"]) for event in read_events(tmp_path / "run", "episode_failed")]
+    assert again == ([True] * kills)[: tries - 1] + [False] * (kills >= tries)
 
 
 def test_a_black_box_agent_speaks_openais_protocol(
