@@ -17,7 +17,7 @@ from pipeline.config.loader import load_recipe
 from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from tests.support.batches import CONTRACT
+from tests.support.batches import CONTRACT, episode
 
 RECIPES = Path(__file__).parents[4] / "pipeline" / "recipes"
 DENSE = RECIPES / "qwen3_32b.yaml"
@@ -30,8 +30,10 @@ def plan(*overrides: str, recipe: Path = DENSE) -> dict[str, Any]:
     return found
 
 
-def test_files_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
-    """Of a batch with ids as frequent as words (Zipf), and of its log-probabilities."""
+@pytest.mark.parametrize("turns", [1, 4])
+def test_files_are_as_large_as_the_plan_says(tmp_path: Path, turns: int) -> None:
+    """Of a batch with ids as frequent as words (Zipf), and of its log-probabilities; an episode of four turns reads as
+    much between two turns as it says in each."""
     random = np.random.default_rng(0)
     config = ModelConfig.from_hf(json.loads((RECIPES / "models" / "qwen3-32b" / "config.json").read_text()))
     often = np.arange(1, config.vocab_size + 1) ** -1.0
@@ -41,21 +43,26 @@ def test_files_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
         found: list[int] = names[random.choice(config.vocab_size, count, p=often / often.sum())].tolist()
         return found
 
-    def answer() -> Sample:
-        logprobs = np.log(random.beta(5.0, 0.3, RESPONSE)).tolist()
-        return Sample(completion=Completion.given(ids(RESPONSE), logprobs), reward=1.0)
+    def answer(prompt: Prompt) -> Sample:
+        size = RESPONSE // turns
+        logprobs = np.log(random.beta(5.0, 0.3, (turns, size))).tolist()
+        parts = np.array(ids((2 * turns - 1) * size)).reshape(-1, size).tolist()
+        if turns == 1:
+            return Sample(completion=Completion.given(parts[0], logprobs[0]), reward=1.0)
+        return episode(parts[::2], parts[1::2], prompt=prompt.tokens, logprobs=logprobs, reward=1.0)
 
     groups = []
     for group in range(PROMPTS):
         prompt = Prompt(group=group, text="", answer="", tokens=tuple(ids(PROMPT)), problem=group)
-        groups.append(Group(prompt=prompt, samples=tuple(answer() for _ in range(GROUP))))
+        groups.append(Group(prompt=prompt, samples=tuple(answer(prompt) for _ in range(GROUP))))
     batch = Batch.from_groups(0, groups, contract=CONTRACT, dropped=(), next_group=PROMPTS, recipe_sha256="r")
     run = RunDirectory(tmp_path)
     run.make_folders()
     size = BatchStore(run.batches).commit(batch).stat().st_size
     run.write_logprobs(0, np.zeros(batch.num_response_tokens, np.float32))
     recipe = load_recipe(DENSE, [f"rollout.prompts_per_batch={PROMPTS}", f"rollout.group_size={GROUP}"])
-    assumed = Assumptions(mean_response_tokens=RESPONSE, mean_prompt_tokens=PROMPT)
+    read = RESPONSE - RESPONSE // turns
+    assumed = Assumptions(mean_response_tokens=RESPONSE, mean_prompt_tokens=PROMPT, mean_observed_tokens=read)
     said = disk_use(config, recipe, assumed, 0.0)
     assert said["batch_gigabytes"] == pytest.approx(size / 1e9, rel=0.1)
     assert said["logprobs_gigabytes"] == pytest.approx((run.logprobs / "000000.npy").stat().st_size / 1e9, rel=0.01)
