@@ -189,17 +189,19 @@ class _Place:
         if self._host is None:
             self._host = await self._tools.take_host(self._code)
         try:
-            async with asyncio.timeout(deadline_s) as limit:
+            async with asyncio.timeout(deadline_s):
                 if self._pipe is None:
                     self._pipe = await self._host.open()
                     await self._pipe.send(dict(reset={}, options=self._options))
                     await self._pipe.receive()
                 await self._pipe.send(dict(step=call))
                 answer = await self._pipe.receive()
-        except (EpisodeFailedError, TimeoutError) as error:
+        except TimeoutError:
             self._end()
-            why = f"it took more than {deadline_s:g} s" if limit.expired() else str(error)
-            raise EpisodeFailedError(why) from None
+            raise EpisodeFailedError(f"it took more than {deadline_s:g} s") from None
+        except EpisodeFailedError:
+            self._end()
+            raise
         if "ok" not in answer:
             self._end()
             raise EpisodeFailedError(one_line(str(answer.get("failed")), 500))

@@ -18,7 +18,7 @@ import pytest
 
 import tests.support
 from pipeline.config.task_sections import McpServer
-from pipeline.episodes.host import EpisodeFailedError
+from pipeline.episodes.host import EpisodeFailedError, HostDiedError
 from pipeline.episodes.tools import ToolResult, Tools, Workspace
 from pipeline.errors import MachineError, RecipeError
 from tests.support.sandboxes import sandbox_of
@@ -150,7 +150,7 @@ def test_a_server_dies_with_the_process_that_asks_it(rung: str | None) -> None:
             (server,) = (one for one in running if SERVER in one.cmdline())
             assert workspace._servers._host is not None
             workspace._servers._host._process.kill()
-            with pytest.raises(EpisodeFailedError, match="its process ended"):
+            with pytest.raises(HostDiedError):
                 await call
             psutil.wait_procs([server], 120.0)
             assert not server.is_running()
