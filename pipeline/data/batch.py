@@ -326,6 +326,7 @@ class EpisodeFacts:
     turns: int
     """Sampled turns, over all rows."""
     tool_calls: int = 0
+    """The policy's calls, whoever answered them."""
     tool_s: float = 0.0
     """Seconds in tools and environment."""
     turn_rewards: tuple[float, ...] = ()

@@ -109,6 +109,7 @@ class Session:
         up, ValueError for messages that the chat format cannot render, and what the engines raise."""
         if self.stopped is not None:
             raise EpisodeEndedError(self.stopped)
+        self.check_tool_calls()
         budget = self._budget
         if self.turns + self._asking >= budget.turns:
             raise self._ended(StopReason.TURNS)
@@ -133,8 +134,9 @@ class Session:
         self.turns, self.sampled_tokens = self.turns + 1, self.sampled_tokens + len(completion.tokens)
         message = self.last = self.rows.sampled(context, completion)
         finish: Literal["stop", "length", "tool_calls"] = "length" if completion.finish == "length" else "stop"
-        if message.get("tool_calls"):
+        if calls := len(message.get("tool_calls") or ()):
             finish = "tool_calls"
+            self.tool_calls += calls  # whoever answers them
         return Turn(
             message=message,
             finish=finish,
@@ -150,11 +152,10 @@ class Session:
         self.stopped = self.stopped if self.stopped is not None else reason
         return EpisodeEndedError(self.stopped)
 
-    def count_tool_call(self) -> None:
-        """Count a call of a tool. Raises EpisodeEndedError when there are too many."""
-        if self.tool_calls >= self._budget.tool_calls:
+    def check_tool_calls(self) -> None:
+        """Raise EpisodeEndedError when the policy has called more tools than it may."""
+        if self.tool_calls > self._budget.tool_calls:
             raise self._ended(StopReason.TOOL_CALLS)
-        self.tool_calls += 1
 
     def observed(self, text: str) -> str:
         """Return the text of a tool or environment, cut to its budget, without characters that have no token."""
@@ -297,6 +298,7 @@ class EpisodeRunner:
             turn = await session.turn(messages, schemas)
             if not turn.message.get("tool_calls"):
                 return
+            session.check_tool_calls()
             messages += [turn.message, *await self._called(session, workspace, turn.message)]
 
     async def _called(
@@ -308,7 +310,6 @@ class EpisodeRunner:
             name = call["function"]["name"]
             if name in elsewhere:
                 continue
-            session.count_tool_call()
             if workspace is None:
                 text = f"there is no tool {name}"
             else:
@@ -331,13 +332,12 @@ class EpisodeRunner:
                 turn = await session.turn(messages, schemas)
                 messages.append(turn.message)
                 turn_rewards.append(math.nan)
+                session.check_tool_calls()
                 calls = [one["function"]["name"] for one in turn.message.get("tool_calls") or ()]
                 if self.tools is not None and calls and not own.issuperset(calls):
                     messages += await self._called(session, workspace, turn.message, own)
                     if own.isdisjoint(calls):
                         continue
-                for _ in own.intersection(calls):
-                    session.count_tool_call()
                 answer = await self._step(pipe, dict(step=turn.message), "step")
                 if not isinstance(answer, list) or len(answer) != 3:
                     raise EpisodeFailedError("step returned no (messages, reward, done)")

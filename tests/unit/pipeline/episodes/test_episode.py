@@ -46,11 +46,12 @@ AGENT = """
 import json, os, openai
 client = openai.OpenAI(max_retries=0)
 messages = [dict(role="user", content=json.loads(os.environ["EVENKEEL_TASK"])["prompt"])]
+tools = [dict(type="function", function=dict(name="python", parameters={}))]
 while True:
-    said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+    said = client.chat.completions.create(model="policy", messages=messages, tools=tools).choices[0].message.content
     if said == "42":
         break
-    messages += [dict(role="assistant", content=said), dict(role="user", content="again")]
+    messages += [dict(role="assistant", content=said or ""), dict(role="user", content="again")]
 print("done")
 print(json.dumps(dict(reward=len(messages))))
 """
@@ -285,6 +286,8 @@ def test_a_black_box_agent_speaks_openais_protocol(
     assert (episode.reward, episode.facts.turns) == (5.0, 3)
     episode = asyncio.run(run(Policy(tokenizer, "1"), turns=2))
     assert (episode.facts.stopped, episode.reward) == (StopReason.TURNS, None)
+    episode = asyncio.run(run(Policy(tokenizer, "!6*7"), tool_calls=2))
+    assert (episode.facts.stopped, episode.facts.tool_calls) == (StopReason.TOOL_CALLS, 3)
     with pytest.raises(DeadlineExceededError):
         asyncio.run(run(Policy(tokenizer, "away")))
     program.write_text("raise SystemExit('no model')", encoding="utf-8")
