@@ -26,7 +26,7 @@ demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
 	@$(BIN)/evenkeel train $(DEMO)
 
-test: install  ## The loop, the learner and the engines, real ones, three files at a time (about 9 minutes).
+test: install  ## The loop, the learner and the engines, real ones, three files at a time (about 11 minutes).
 	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow and not cluster and not installs"
 
 test-slow: install  ## Longer runs, tools around training, and every example of the property tests.

@@ -22,10 +22,10 @@ from tests.integration.workers import broadcast_worker
 from tests.support.engine_forks import start_engine
 from tests.support.ranks import Ranks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 KEY = "a-key-of-the-tests"
-DEADLINE_S = 16.0
+DEADLINE_S = 8.0
 START_DEADLINE_S = 200.0
 
 

@@ -34,7 +34,7 @@ from tests.support.engines import num_decodes, wait_for_decode
 from tests.support.fleets import members, settings
 from tests.support.runs import ROOT, environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 BUCKET_BYTES = 1 << 16
 DEADLINE_S = 30.0
@@ -210,7 +210,6 @@ def test_a_flipped_bit_is_never_served(engines: dict[str, Engine], serving: bool
         assert sender.publish(engine, 4).failures == {}
 
 
-@pytest.mark.slow
 def test_a_sender_that_dies_half_way_leaves_an_engine_that_takes_weights_again(engines: dict[str, Engine]) -> None:
     engine = engines["bf16"]
     command = [sys.executable, "-c", SENDER, engine.url, str(engine.lock), str(engine.checkpoints[1])]

@@ -37,6 +37,7 @@ SECONDS = {
     "tests/integration/test_kept_kv.py": 104,
     "tests/integration/test_objectives.py": 101,
     "tests/unit/megatron_bridge/step/test_fp8_emulation.py": 97,
+    "tests/integration/test_agents.py": 140,
     "tests/integration/test_shares.py": 95,
     "tests/integration/test_ipc.py": 93,
     "tests/integration/test_kept_sets.py": 91,
