@@ -173,6 +173,11 @@ def dying_with_this(number: int, ignored: Sequence[int] = ()) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(int(number)), str(os.getpid()), names]
 
 
+def with_own_python(command: Sequence[str]) -> list[str]:
+    """Return a user's command with this interpreter for the word `python`, so that it finds Even Keel's packages."""
+    return [sys.executable if word == "python" else word for word in command]
+
+
 _AT = r"^(?:\[[^\]]*\]:?\s*)*"
 """Prefixes of log lines, such as a rank or a time."""
 

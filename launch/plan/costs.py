@@ -189,8 +189,7 @@ def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Re
         return assumed.rollout_tokens_per_gpu_s
     rollout = recipe.rollout
     context = (assumed.mean_prompt_tokens + assumed.mean_tokens) / 2
-    samples = min(rollout.prompts_per_batch, rollout.concurrent_prompts) * rollout.group_size
-    running = max(1.0, min(samples / rollout.engines, capacity.kv_tokens / context))
+    running = max(1.0, min(rollout.samples_under_way / rollout.engines, capacity.kv_tokens / context))
     weights = capacity.weight_bytes
     if config.experts is not None:
         weights *= 1 - (1 - config.experts.per_token / config.experts.count) ** running

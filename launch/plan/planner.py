@@ -295,12 +295,11 @@ class Planner:
         episode, rollout, assumed = self.recipe.episode, self.recipe.rollout, self.assumed
         if episode is None:
             return None
-        under_way = min(rollout.prompts_per_batch, rollout.concurrent_prompts) * rollout.group_size
         return dict(
             turns=episode.turns,
             longest_tokens=rollout.context_tokens,
             mean_tokens=assumed.mean_tokens,
-            under_way_per_engine=math.ceil(under_way / rollout.engines),
+            under_way_per_engine=math.ceil(rollout.samples_under_way / rollout.engines),
         )
 
     def misfit(self) -> list[str]:

@@ -300,6 +300,11 @@ class RolloutSection(Section):
         return self.started_engines > 1
 
     @property
+    def samples_under_way(self) -> int:
+        """Most samples of one batch that engines work on at once."""
+        return min(self.prompts_per_batch, self.concurrent_prompts) * self.group_size
+
+    @property
     def quantized_format(self) -> RolloutFormat | None:
         """Quantized format of the engines; None for fp32 and bf16."""
         return None if self.precision in ("fp32", "bf16") else RolloutFormat(self.precision)

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline import spans
-from pipeline.child_process import dying_with_this
+from pipeline.child_process import dying_with_this, with_own_python
 from pipeline.data.batch import Completion, EpisodeFacts, Prompt, Row, StopReason
 from pipeline.data.event_log import EventLog
 from pipeline.episodes.chat_format import ChatFormat, Message
@@ -415,7 +414,7 @@ class EpisodeRunner:
             ANTHROPIC_API_KEY=key,
             EVENKEEL_TASK=json.dumps(_task(prompt, answer=False)),
         )
-        command = [sys.executable if word == "python" else word for word in self.command]
+        command = with_own_python(self.command)
         try:
             process = await asyncio.create_subprocess_exec(
                 *dying_with_this(signal.SIGKILL),

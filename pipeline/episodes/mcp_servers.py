@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -18,7 +17,7 @@ from typing import IO, Any
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp_types import CONNECTION_CLOSED
 
-from pipeline.child_process import dying_with_this
+from pipeline.child_process import dying_with_this, with_own_python
 from pipeline.episodes.toolbox import MOST_CHARACTERS
 
 _LAST_WORDS_BYTES = 2000
@@ -71,8 +70,7 @@ class McpServers:
         if name not in self._clients:
             server = self._servers[name]
             self._logs[name] = log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - as long as its server
-            words = dying_with_this(signal.SIGKILL)
-            words += [sys.executable if word == "python" else word for word in server["command"]]
+            words = dying_with_this(signal.SIGKILL) + with_own_python(server["command"])
             parameters = StdioServerParameters(
                 command=words[0],
                 args=words[1:],
