@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_both_channels_compare_with_what_either_published_last(tmp_path: Path, m
     monkeypatch.setattr(building, "fleet_settings", lambda *_: {})
     monkeypatch.setattr(building, "FleetUpdateSession", lambda *_, **__: None)
     monkeypatch.setattr(building, "build_weight_check_plan", lambda _recipe: None)
-    learner: Any = None
+    learner: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     epoch: Any = None
     building.build_transition(RunDirectory(tmp_path / "run"), recipe, learner, epoch)
     assert set(probes) == {DiskChannel, StreamedChannel}
